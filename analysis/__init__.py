@@ -1,0 +1,1 @@
+"""Judging: statistics, figures and tables, drawn from records alone."""

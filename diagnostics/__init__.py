@@ -1,0 +1,1 @@
+"""Measuring what happens inside a network while it trains."""

@@ -1,0 +1,1 @@
+"""Driving: configurations, networks, data, the training loop, studies and the command line."""

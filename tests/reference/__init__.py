@@ -1,0 +1,1 @@
+"""Slow twins of fast paths, in float64: one file a measure."""
