@@ -121,7 +121,7 @@ class DataConfig(Frozen):
 
     name: Literal["mnist"] = "mnist"
     binarize: bool = True
-    threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
+    threshold: Annotated[float, Field(ge=0, lt=1)] = 0.5
     root: str | None = None
 
     def unused(self) -> Mapping[str, str]:
