@@ -3,8 +3,9 @@
 What is put back, to the bit and to the identity of the objects: parameters, their ``.grad`` and ``requires_grad``,
 buffers (running statistics, ``num_batches_tracked``), train/eval flags, plain attributes of modules, and every random
 stream: Python's, numpy's, torch's on CPU and on each accelerator, and every generator that a module holds or the caller
-names. The originals are never written to: for the length of the block the model's own Parameter and buffer objects hold
-*copies* (``tensor.data`` is exchanged, which no autograd graph and no version counter notices).
+names. The originals are never written to: for the length of the block the model's own Parameter objects hold *copies*
+(``parameter.data`` is exchanged, so an optimizer's, a tied or a recurrent layer's reference stays valid) and copies
+stand in for its buffers. A graph the user has not yet gone backward through notices neither.
 
 Not covered: what the user's own forward does to objects outside its modules (a list it appends to, a file it writes).
 """
@@ -14,14 +15,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["RandomState", "guard", "is_normalizer", "normalizers", "set_mode"]
 
+T = TypeVar("T")
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 # Containers that a module fills through its own methods; guarded by what they hold, not by which object they are.
 _CONTAINERS = frozenset({"_parameters", "_buffers", "_modules"})
@@ -32,10 +34,10 @@ class RandomState:
 
     def __init__(self, model: nn.Module | None = None, generators: Iterable[Generator] = ()) -> None:
         self._python = random.getstate()
-        self._numpy = np.random.get_state()
+        self._numpy = np.random.get_state()  # noqa: NPY002 - the global stream is what must be kept
         self._torch = torch.get_rng_state()
         # Asking an accelerator that was never used for its state would start it up.
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch types it not
         self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
         held = list(generators)
         if model is not None:
@@ -46,7 +48,7 @@ class RandomState:
     def restore(self) -> None:
         """Put every stream back where it was."""
         random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        np.random.set_state(self._numpy)  # noqa: NPY002 - as above
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
@@ -84,34 +86,40 @@ class _Module:
         self._parameters = dict(module._parameters)
         self._buffers = dict(module._buffers)
         weights = [tensor for tensor in module._parameters.values() if tensor is not None]
-        statistics = [tensor for tensor in module._buffers.values() if tensor is not None]
-        self._held = [(t, t.data, t.grad, t.requires_grad) for t in (*weights, *statistics)]
-        self._copied = [*weights, *statistics] if parameters else statistics
+        self._held = [(weight, weight.data, weight.grad, weight.requires_grad) for weight in weights]
+        self._copy_parameters = parameters
 
-    def isolate(self, done: set[int]) -> None:
-        for tensor in self._copied:
-            if id(tensor) not in done:  # a tied tensor is copied once, for all its owners
-                done.add(id(tensor))
-                tensor.data = tensor.data.clone()
-        for tensor, _, grad, _ in self._held:
+    def isolate(self, copies: dict[int, Tensor]) -> None:
+        """Put copies in place; ``copies`` maps the id of what was copied already, so that the tied stay tied."""
+        for weight, data, grad, _ in self._held:
+            if self._copy_parameters and id(weight) not in copies:
+                copies[id(weight)] = weight.data = data.clone()
             if grad is not None:
-                tensor.grad = None  # a backward inside the block would add to the user's gradient in place
+                weight.grad = None  # a backward inside the block would add to the user's gradient in place
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                if id(buffer) not in copies:
+                    copies[id(buffer)] = buffer.detach().clone()
+                self._module._buffers[name] = copies[id(buffer)]
 
     def restore(self) -> None:
         attributes = vars(self._module)
         for name in [n for n in attributes if n not in self._attributes and n not in _CONTAINERS]:
             del attributes[name]
         attributes.update(self._attributes)
-        for ours, theirs in ((self._module._parameters, self._parameters), (self._module._buffers, self._buffers)):
-            if list(ours) != list(theirs) or any(ours[name] is not value for name, value in theirs.items()):
-                ours.clear()
-                ours.update(theirs)
-        for tensor, data, grad, requires_grad in self._held:
-            tensor.data = data
-            if tensor.requires_grad != requires_grad:
-                tensor.requires_grad_(requires_grad)
-            if tensor.grad is not grad:
-                tensor.grad = grad
+        _put_back(self._module._parameters, self._parameters)
+        _put_back(self._module._buffers, self._buffers)
+        for weight, data, grad, requires_grad in self._held:
+            weight.data = data
+            weight.requires_grad_(requires_grad)
+            if weight.grad is not grad:
+                weight.grad = grad
+
+
+def _put_back(held: dict[str, T], wanted: dict[str, T]) -> None:
+    if list(held) != list(wanted) or any(held[name] is not value for name, value in wanted.items()):
+        held.clear()
+        held.update(wanted)
 
 
 @contextmanager
@@ -127,9 +135,9 @@ def guard(model: nn.Module, generators: Iterable[Generator] = (), *, parameters:
     streams = RandomState(model, generators)
     modules = [_Module(module, parameters=parameters) for module in model.modules()]
     try:
-        done: set[int] = set()
+        copies: dict[int, Tensor] = {}
         for module in modules:
-            module.isolate(done)
+            module.isolate(copies)
         yield
     finally:
         for module in modules:

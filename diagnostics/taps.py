@@ -2,8 +2,8 @@
 
 A tap hears one signal of one module: its ``input``, its ``output``, or the gradient of the loss with respect to its
 output (``grad_output``). What the listener returns is kept under the layer's name; a module that runs again within the
-same forward is ``name#2``. Hooks see a tensor *before* a later in-place operation (an in-place ReLU, say) overwrites it,
-and may therefore not keep it: reduce or copy at once.
+same forward is ``name#2``. Hooks see a tensor *before* a later in-place operation (an in-place ReLU, say) overwrites
+it, and may therefore not keep it: reduce or copy at once.
 
 Only the first forward of the root module counts. Hooks that fire while a backward is running are activation
 checkpointing computing the same thing again, and are ignored. A listener that raises is caught here, because the user's
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +123,7 @@ def _nothing_matches(pattern: str, names: list[str]) -> str:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first floating-point tensor in a tensor, tuple, list, mapping or dataclass, depth first; None if there is none."""
+    """The first floating-point tensor in nested tuples, lists, mappings and dataclasses, depth first, or None."""
     if isinstance(value, Tensor):
         return value if value.is_floating_point() else None
     parts: Iterable[Any]
@@ -157,7 +158,7 @@ class Listening:
     Attributes:
         heard: For each tap, in the order given: call name (``layer`` or ``layer#k``) -> what ``hear`` returned.
         forwards: How often the root module was called, recomputation left out.
-        error: The first exception a listener raised, as (index of the tap, call name, exception); None if all went well.
+        error: The first exception a listener raised: (index of the tap, call name, exception); None if all went well.
     """
 
     def __init__(self, root: nn.Module, taps: Sequence[Tap]) -> None:
@@ -173,10 +174,10 @@ class Listening:
     def __enter__(self) -> Listening:
         try:
             # prepend: the root may be tapped itself, and must be open before its own tap asks.
-            self._handles.append(self._root.register_forward_pre_hook(self._begin, prepend=True))
+            self._handles.append(self._root.register_forward_pre_hook(_opaque(self._begin), prepend=True))
             for index, tap in enumerate(self._taps):
                 self._handles.append(self._attach(index, tap))
-            self._handles.append(self._root.register_forward_hook(self._end))
+            self._handles.append(self._root.register_forward_hook(_opaque(self._end)))
         except BaseException:
             self._remove()
             raise
@@ -213,13 +214,13 @@ class Listening:
                 if self._open and not _in_backward():
                     self._listen(index, tap, (args, kwargs))
 
-            return tap.module.register_forward_pre_hook(before, with_kwargs=True)
+            return tap.module.register_forward_pre_hook(_opaque(before), with_kwargs=True)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if self._open and not _in_backward():
                 self._listen(index, tap, output)
 
-        return tap.module.register_forward_hook(after)
+        return tap.module.register_forward_hook(_opaque(after))
 
     def _listen(self, index: int, tap: Tap, value: Any) -> None:
         call = self._calls[index] = self._calls.get(index, 0) + 1
@@ -232,9 +233,12 @@ class Listening:
         elif tensor.requires_grad:
             # A tensor hook, not a module's backward hook: those refuse in-place activations and miss dict outputs.
             heard = self.heard[index]
-            self._handles.append(
-                tensor.register_hook(lambda grad: None if name in heard else self._keep(index, tap, name, grad))
-            )
+
+            def keep(grad: Tensor) -> None:
+                if name not in heard:
+                    self._keep(index, tap, name, grad)
+
+            self._handles.append(tensor.register_hook(keep))  # type: ignore[no-untyped-call]  # torch types it not
 
     def _keep(self, index: int, tap: Tap, name: str, tensor: Tensor) -> None:
         try:
@@ -245,6 +249,13 @@ class Listening:
     def _fail(self, index: int, name: str, error: Exception) -> None:
         if self.error is None:
             self.error = (index, name, error)
+
+
+def _opaque(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep the compiler from tracing into a hook; where it was never loaded, nothing is compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return hook
+    return cast("Callable[..., None]", torch.compiler.disable(hook))  # type: ignore[no-untyped-call]  # torch types it not
 
 
 def _in_backward() -> bool:

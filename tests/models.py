@@ -75,18 +75,22 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 
 def seed_everything(seed: int = 0) -> None:
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - the global stream is one of those that must not move
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """All state that looking may not change, copied."""
-    state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
     for name, parameter in model.named_parameters(remove_duplicate=False):
         grad = None if parameter.grad is None else parameter.grad.clone()
-        state[name] = (parameter.detach().clone(), grad, parameter.requires_grad, id(parameter))
+        state[name] = (parameter.detach().clone(), grad, parameter.requires_grad)
     for name, buffer in model.named_buffers():
-        state[f"buffer {name}"] = (buffer.clone(), id(buffer))
+        state[f"buffer {name}"] = buffer.clone()
     for name, module in model.named_modules():
         state[f"module {name}"] = module.training
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)

@@ -28,11 +28,15 @@ def net():
 
 
 def test_a_star_crosses_dots_and_a_leading_star_dot_matches_the_top():
-    model = nn.ModuleDict({"relu": nn.ReLU(), "block": nn.ModuleDict({"relu": nn.ReLU(), "inner": nn.ModuleDict({"relu": nn.ReLU()})})})
+    model = nn.ModuleDict(
+        {"relu": nn.ReLU(), "block": nn.ModuleDict({"relu": nn.ReLU(), "inner": nn.ModuleDict({"relu": nn.ReLU()})})}
+    )
     assert list(resolve(model, "*.relu")) == ["relu", "block.relu", "block.inner.relu"]
     assert list(resolve(model, "block*relu")) == ["block.relu", "block.inner.relu"]
     assert list(resolve(model, ["block.relu", "relu"])) == ["relu", "block.relu"]  # the model's order
-    assert list(resolve(model, lambda name, module: isinstance(module, nn.ReLU) and "inner" in name)) == ["block.inner.relu"]
+    assert list(resolve(model, lambda name, module: isinstance(module, nn.ReLU) and "inner" in name)) == [
+        "block.inner.relu"
+    ]
 
 
 def test_the_root_is_named_by_the_empty_string_only():
@@ -70,9 +74,21 @@ def test_wrappers_leave_no_trace_in_a_name_but_a_child_called_module_keeps_its_o
 
     model = nn.ModuleDict({"module": net(), "compiled": torch.compile(net(), backend="eager")})
     names = [name for name, _ in named_modules(DistributedDataParallel(model))]
-    assert names == ["", "module", "module.0", "module.1", "module.2", "compiled", "compiled.0", "compiled.1", "compiled.2"]
+    assert names == [
+        "",
+        "module",
+        "module.0",
+        "module.1",
+        "module.2",
+        "compiled",
+        "compiled.0",
+        "compiled.1",
+        "compiled.2",
+    ]
     assert "compiled.0.weight" in named_parameters(DistributedDataParallel(model))
-    assert list(named_modules(nn.DataParallel(net()))) and [n for n, _ in named_modules(nn.DataParallel(net()))][1] == "0"
+    assert (
+        list(named_modules(nn.DataParallel(net()))) and [n for n, _ in named_modules(nn.DataParallel(net()))][1] == "0"
+    )
 
 
 def test_a_shared_module_counts_once_and_tied_parameters_are_named_once():
@@ -127,7 +143,10 @@ def test_a_gradient_heard_twice_is_kept_once():
 def test_hearing_does_not_replace_the_output():
     model, x = net(), torch.randn(4, 3)
     plain = model(x)
-    with listen(model, "*", "output", hear=lambda tensor: tensor * 0), listen(model, "*", "input", hear=lambda t: t * 0):
+    with (
+        listen(model, "*", "output", hear=lambda tensor: tensor * 0),
+        listen(model, "*", "input", hear=lambda t: t * 0),
+    ):
         assert torch.equal(model(x), plain)
 
 
