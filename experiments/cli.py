@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field, ValidationError
 
@@ -29,6 +29,7 @@ from experiments.study import Job, Study, discover, standing
 
 if TYPE_CHECKING:
     import pandas as pd
+    from pydantic_core import ErrorDetails
 
 __all__ = ["BadInputError", "explain", "main"]
 
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def explain(error: Exception | str) -> str:
     """One line for what went wrong with the input: an error of pydantic's, the system's, tyro's (its text), or ours."""
     if isinstance(error, ValidationError):
-        return "; ".join(_explain_field(**details) for details in map(dict, error.errors(include_url=False)))
+        return "; ".join(map(_explain_field, error.errors(include_url=False)))
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if isinstance(error, str):
@@ -151,7 +152,7 @@ def _parse(study: Study[Any], words: list[str]) -> tuple[Common, Any, Any] | Non
     try:
         with contextlib.redirect_stderr(said):
             values, unknown = tyro.cli(
-                form,
+                cast("type[Any]", form),
                 args=words,
                 prog=f"whybn {study.name}",
                 description=study.question,
@@ -204,14 +205,12 @@ def _flags(section: type[Any]) -> Iterable[str]:
 # Explaining.
 
 
-def _explain_field(type: str, loc: tuple[int | str, ...], msg: str, input: Any, **_: Any) -> str:  # noqa: A002 - pydantic's
-    if type == "value_error":
-        return msg.removeprefix("Value error, ") if not loc else f"{_option(loc)}: {msg.removeprefix('Value error, ')}"
-    return f"{_option(loc)}: {msg.replace('Input should', 'must')}, got {input!r}"
-
-
-def _option(loc: tuple[int | str, ...]) -> str:
-    return "--" + ".".join(part for part in loc if isinstance(part, str)).replace("_", "-")
+def _explain_field(error: ErrorDetails) -> str:
+    path = ".".join(part for part in error["loc"] if isinstance(part, str))
+    option = f"--{path.replace('_', '-')}: " if path else ""
+    if error["type"] == "value_error":
+        return option + error["msg"].removeprefix("Value error, ")
+    return f"{option}{error['msg'].replace('Input should', 'must')}, got {error['input']!r}"
 
 
 def _explain_box(text: str) -> str:

@@ -92,7 +92,7 @@ class MLPConfig(Frozen):
     inputs: Count = 784
     hidden: Widths = (100, 100, 100)
     outputs: Count = 10
-    activation: Literal["sigmoid", "tanh", "relu", "identity"] = "sigmoid"
+    activation: Literal["sigmoid", "tanh", "relu", "linear"] = "sigmoid"
     init_std: Positive = 0.05
 
 

@@ -10,21 +10,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from diagnostics.record import read_status
 from diagnostics.recorder import Recorder, read_checkpoint
-from experiments import datasets, networks
-from experiments.config import MachineConfig
+from experiments import datasets, networks, normalizers
+from experiments.config import DataConfig, MachineConfig, NetworkConfig, NormalizerConfig
+from experiments.datasets import Dataset
 from experiments.environment import describe
 from experiments.seeds import Order, Streams, global_state, load_global_state, seed_globals
 from experiments.study import Job, Outcome, standing
 from experiments.train import cross_entropy, optimizer_for, train
 
-__all__ = ["run"]
+__all__ = ["make_data", "make_network", "run"]
 
 PART_EVERY = 1000  # steps a part of the record, and from one checkpoint to the next
 
@@ -45,7 +48,7 @@ def run(job: Job, progress: Callable[[int], None]) -> Outcome:
             with session.recorder:
                 began = True
                 session.train(progress)
-        return Outcome(standing(job))
+        return Outcome(read_status(job.folder).status)
     except Exception as error:
         if not began and isinstance(error, ValueError | OSError):
             return Outcome("refused", str(error))
@@ -64,8 +67,8 @@ class _Session:
         seed_globals(config.seed)
         self.config = config
         self.streams = Streams(config.seed)
-        self.data = datasets.load(config.data).to(device)
-        self.model: nn.Module = networks.build(config.network, self.streams.torch("init"), config.normalizer).to(device)
+        self.data = _on(device, make_data(config.data))
+        self.model = make_network(config.network, config.normalizer, self.streams.torch("init")).to(device)
         self.optimizer = optimizer_for(self.model, config.training)
         self.order = Order(len(self.data.train_inputs), config.training.batch, self.streams.torch("order"))
         self.recorder = Recorder(
@@ -113,6 +116,44 @@ class _Session:
         self.order.load(state["order"])
         self.streams.load(state["streams"])
         load_global_state(state["global"])
+
+
+def make_data(config: DataConfig) -> Dataset:
+    """The data that ``config`` names, in memory.
+
+    Raises:
+        ValueError: If it is absent or damaged; says where it was looked for.
+    """
+    return datasets.mnist(binarize=config.binarize, threshold=config.threshold)
+
+
+def make_network(config: NetworkConfig, normalizer: NormalizerConfig, generator: torch.Generator) -> nn.Module:
+    """The network that ``config`` names, with ``normalizer`` in its slots and weights drawn from ``generator``."""
+
+    def slot(features: int) -> nn.Module:
+        if normalizer.kind == "none":
+            return normalizers.none(features)
+        return normalizers.Batch(features, eps=normalizer.epsilon, momentum=normalizer.momentum)
+
+    return networks.mlp(
+        inputs=config.inputs,
+        hidden=config.hidden,
+        outputs=config.outputs,
+        activation=config.activation,
+        init_std=config.init_std,
+        normalizer=slot,
+        generator=generator,
+    )
+
+
+def _on(device: str, data: Dataset) -> Dataset:
+    return replace(
+        data,
+        train_inputs=data.train_inputs.to(device),
+        train_targets=data.train_targets.to(device),
+        test_inputs=data.test_inputs.to(device),
+        test_targets=data.test_targets.to(device),
+    )
 
 
 @contextmanager

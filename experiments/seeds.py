@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 __all__ = ["STREAMS", "Order", "Streams", "global_state", "load_global_state", "seed_globals"]
 
@@ -59,11 +60,11 @@ class Streams:
         """
         return np.random.default_rng(stream_seed(self.seed, name))
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Where every torch stream that was asked for stands."""
         return {name: generator.get_state() for name, generator in self._torch.items()}
 
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load(self, state: Mapping[str, Tensor]) -> None:
         """Put the torch streams back to where :meth:`state` found them."""
         for name, value in state.items():
             self.torch(name).set_state(value)
@@ -83,10 +84,10 @@ class Order:
             raise ValueError(f"a batch holds 1 to {count} examples, as many as there are, got {batch}")
         self._count, self._batch, self._generator = count, batch, generator
         self._epoch_start = generator.get_state()
-        self._epoch: torch.Tensor | None = None
+        self._epoch: Tensor | None = None
         self._position = 0
 
-    def next(self) -> torch.Tensor:
+    def next(self) -> Tensor:
         """Indices of the next batch, (batch,) int64."""
         if self._epoch is None or self._position + self._batch > self._count:
             self._epoch_start = self._generator.get_state()
@@ -122,12 +123,15 @@ def seed_globals(seed: int) -> None:
 
 def global_state() -> dict[str, Any]:
     """The global generators' states in containers that ``torch.load(weights_only=True)`` accepts."""
-    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - as above
+    legacy = np.random.get_state(legacy=False)  # noqa: NPY002 - as above
+    assert isinstance(legacy, dict)
+    keys = torch.from_numpy(legacy["state"]["key"].astype(np.int64))
+    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch leaves it untyped
     return {
         "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
+        "numpy": legacy | {"state": legacy["state"] | {"key": keys}},
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "cuda": torch.cuda.get_rng_state_all() if cuda else [],
     }
 
 
@@ -135,8 +139,9 @@ def load_global_state(state: Mapping[str, Any]) -> None:
     """Put the global generators back to where :func:`global_state` found them."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002 - as above
+    legacy = state["numpy"]
+    keys = legacy["state"]["key"].numpy().astype(np.uint32)
+    np.random.set_state(legacy | {"state": legacy["state"] | {"key": keys}})  # noqa: NPY002 - as above
     torch.set_rng_state(state["torch"])
     if state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -173,7 +173,7 @@ def _work(path: Path, index: int, job: Job) -> Outcome:
 
             outcome = run(job, progress)
         except KeyboardInterrupt:
-            return Outcome("interrupted")
+            return Outcome("running")
         board.note(index, job.config.training.steps)
         return outcome
 

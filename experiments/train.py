@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class Log(Protocol):
     def log(self, statistic: str, value: float, *, mode: str) -> None:
         """Write a number at the number of updates done so far."""
 
-    def stop(self, status: str) -> None:
+    def stop(self, status: Literal["diverged"]) -> None:
         """End the record with this status."""
 
 
@@ -65,7 +65,7 @@ def train(
         with recorder.step(batch):
             optimizer.zero_grad()
             loss = cross_entropy(model, batch)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
             optimizer.step()
             value = loss.item()
             if due:
@@ -107,8 +107,8 @@ def accuracy(model: nn.Module, inputs: Tensor, targets: Tensor, *, chunk: int = 
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     correct = sum(
-        int((model(part).argmax(dim=1) == wanted).sum())
-        for part, wanted in zip(inputs.split(chunk), targets.split(chunk), strict=True)
+        int((model(part).argmax(dim=1) == wanted).sum().item())
+        for part, wanted in zip(torch.split(inputs, chunk), torch.split(targets, chunk), strict=True)
     )
     for module, training in modes:
         module.training = training

@@ -48,7 +48,7 @@ class Figure1Fields(Frozen):
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of SGD")
     weight_decay: NonNegative = Field(0.0, description="of SGD")
     hidden: Widths = Field((100, 100, 100), description="units of each hidden layer")
-    activation: Literal["sigmoid", "tanh", "relu"] = Field("sigmoid", description="nonlinearity")
+    activation: Literal["sigmoid", "tanh", "relu", "linear"] = Field("sigmoid", description="nonlinearity")
     std: Positive = Field(0.05, description="standard deviation of the initial weights (the paper: small)")
     bn_momentum: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="of BN's running statistics")
     bn_epsilon: Positive = Field(1e-5, description="added to BN's variance")

@@ -97,7 +97,7 @@ def test_a_batch_larger_than_the_data_is_refused(batch: int) -> None:
 
 def draw_globals() -> list[float]:
     # gauss() of both generators keeps a second number for the next call: that is state too
-    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]  # noqa: NPY002
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
 
 
 def test_global_generators_are_seeded_and_go_on_from_a_checkpoint() -> None:
