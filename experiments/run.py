@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def run(job: Job, progress: Callable[[int], None]) -> Outcome:
             with session.recorder:
                 began = True
                 session.train(progress)
-        return Outcome(read_status(job.folder).status)
+        return Outcome("diverged" if read_status(job.folder).status == "diverged" else "complete")
     except Exception as error:
         if not began and isinstance(error, ValueError | OSError):
             return Outcome("refused", str(error))
@@ -118,8 +119,9 @@ class _Session:
         load_global_state(state["global"])
 
 
+@lru_cache(maxsize=1)  # a worker's runs share their data
 def make_data(config: DataConfig) -> Dataset:
-    """The data that ``config`` names, in memory.
+    """The data that ``config`` names, in memory; nobody writes to it.
 
     Raises:
         ValueError: If it is absent or damaged; says where it was looked for.

@@ -78,9 +78,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. ``refused``: it could not begin as asked for. ``running``: interrupted, it can be resumed."""
+    """How a job ended. ``refused``: it could not begin as it was asked for."""
 
-    status: Literal["complete", "diverged", "running", "failed", "refused"]
+    status: Literal["complete", "diverged", "failed", "refused"]
     error: str | None = None
 
 

@@ -4,9 +4,9 @@ Workers are spawned, never forked, because a forked copy of torch's thread pool 
 count of its configuration, set before torch is loaded, because two pools on the same cores fight. One worker means no
 process at all: the runs happen here.
 
-The parent and its workers speak through a `Board`, a small file in memory: each run's updates done, and one word from
-the parent: stop. Ctrl-C reaches the parent alone, which raises the word; workers read it before every step and leave a
-record that can be resumed. A worker whose parent is gone ends by itself.
+Workers note the updates done on a `Board`, a small file in memory, which feeds the bar. Only the parent hears Ctrl-C. It
+ends the workers there and then, because a record outlives that at any moment and goes on from its last checkpoint. A
+worker whose parent is gone ends by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from experiments.study import Job, Outcome
 __all__ = ["sweep"]
 
 POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
-GRACE = 5.0  # seconds for workers to read the word before they are ended
 TICK = 0.1  # seconds between two looks at the board
 
 
@@ -72,7 +71,7 @@ class Board:
     @classmethod
     def create(cls, path: Path, jobs: Sequence[Job]) -> Board:
         """A new board for these jobs."""
-        path.write_bytes(b"".join(value.to_bytes(8, sys.byteorder, signed=True) for value in [0] + [-1] * len(jobs)))
+        path.write_bytes((-1).to_bytes(8, sys.byteorder, signed=True) * len(jobs))
         return cls(path, [job.config.training.steps for job in jobs])
 
     def __enter__(self) -> Board:
@@ -84,23 +83,15 @@ class Board:
 
     def note(self, index: int, done: int) -> None:
         """Run ``index`` has done so many updates."""
-        self._cells[index + 1] = done
+        self._cells[index] = done
 
     def began(self, index: int) -> bool:
         """Whether a worker took up run ``index``."""
-        return self._cells[index + 1] >= 0
+        return self._cells[index] >= 0
 
     def done(self) -> int:
         """Updates done, over all runs."""
-        return sum(max(0, count) for count in self._cells[1:].tolist())
-
-    def stop(self) -> None:
-        """Tell every worker to leave off."""
-        self._cells[0] = 1
-
-    def stopped(self) -> bool:
-        """Whether they were told to."""
-        return self._cells[0] != 0
+        return sum(max(0, count) for count in self._cells.tolist())
 
 
 def _in_process(jobs: Sequence[Job], queue: Sequence[int], board: Board) -> list[Outcome]:
@@ -145,13 +136,8 @@ def _pool(jobs: Sequence[Job], queue: Sequence[int], board: Board, workers: int)
                 with suppress(BrokenProcessPool):
                     found[futures[future]] = future.result()
     except BaseException:
-        board.stop()
-        try:
-            pool.shutdown(wait=False, cancel_futures=True)
-            wait([future for future in futures if not future.cancelled()], timeout=GRACE)
-        finally:
-            for process in set(active_children()) - others:
-                process.terminate()
+        for process in set(active_children()) - others:
+            process.terminate()
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -161,19 +147,10 @@ def _pool(jobs: Sequence[Job], queue: Sequence[int], board: Board, workers: int)
 def _work(path: Path, index: int, job: Job) -> Outcome:
     """One run, in a worker."""
     with Board(path, ()) as board:
+        board.note(index, 0)
+        from experiments.run import run  # loads torch, once a worker, after its thread count was set
 
-        def progress(done: int) -> None:
-            board.note(index, done)
-            if board.stopped():
-                raise KeyboardInterrupt
-
-        try:
-            progress(0)
-            from experiments.run import run  # loads torch, once a worker, after its thread count was set
-
-            outcome = run(job, progress)
-        except KeyboardInterrupt:
-            return Outcome("running")
+        outcome = run(job, lambda done: board.note(index, done))
         board.note(index, job.config.training.steps)
         return outcome
 
