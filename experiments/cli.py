@@ -19,7 +19,8 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import Field, ValidationError
 
@@ -86,6 +87,8 @@ def _dispatch(words: list[str]) -> int:
         case ["list"]:
             print(_list(studies))
             return 0
+        case ["list" | "--version", stray, *_]:
+            raise BadInputError(f"unexpected argument {stray!r} after {words[0]}")
         case [name, *rest] if name in studies:
             return _study(studies[name], rest)
     known = [*studies, "list", "--help", "--version"]
@@ -130,7 +133,8 @@ def _compute(jobs: Sequence[Job], workers: int) -> int:
     return 2 if refused else 1
 
 
-# Options. tyro reads them from plain dataclasses, unvalidated: every value error is then pydantic's, in the same words.
+# Options. tyro finds the words that belong to each and writes the help; what they mean is pydantic's to say, so that
+# every wrong value is refused in the same way.
 
 
 def _parse(study: Study[Any], words: list[str]) -> tuple[Common, Any, Any] | None:
@@ -145,14 +149,16 @@ def _parse(study: Study[Any], words: list[str]) -> tuple[Common, Any, Any] | Non
         study.name: _section(study.fields, sized.fields),
         "drawing": _section(study.drawing, {}),
     }
-    form = dataclasses.make_dataclass(
+    form: Any = dataclasses.make_dataclass(
         "Options", [(name, kind, dataclasses.field(default_factory=kind)) for name, kind in sections.items()]
     )
+    flags = [flag for kind in sections.values() for flag in _flags(kind)]
+    _refuse_missing_values(words, flags)
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
             values, unknown = tyro.cli(
-                cast("type[Any]", form),
+                form,
                 args=words,
                 prog=f"whybn {study.name}",
                 description=study.question,
@@ -162,24 +168,45 @@ def _parse(study: Study[Any], words: list[str]) -> tuple[Common, Any, Any] | Non
     except SystemExit as end:
         if end.code in (None, 0):
             return None
-        raise BadInputError(f"{study.name}: {explain(said.getvalue())}") from None
+        raise BadInputError(explain(said.getvalue())) from None
     if unknown:
-        flags = [flag for kind in sections.values() for flag in _flags(kind)]
-        raise BadInputError(f"{study.name}: {_explain_unknown(unknown, flags)}")
+        raise BadInputError(_explain_unknown(unknown, [flag.name for flag in flags]))
     given = [dataclasses.asdict(getattr(values, name)) for name in sections]
     return Common(**given[0]), study.fields(**given[1]), study.drawing(**given[2])
 
 
 def _section(model: type[Frozen], defaults: Mapping[str, Any], presets: tuple[str, ...] = ()) -> type[Any]:
-    """A dataclass with the fields of ``model``, their descriptions, and these defaults in place of its own."""
+    """A dataclass with the fields of ``model`` as words, their descriptions, and these defaults in place of its own."""
     import tyro
 
     fields = []
     for name, field in model.model_fields.items():
-        kind: Any = Literal[presets] if name == "preset" and presets else field.annotation
-        described = Annotated[kind, tyro.conf.arg(help=field.description)]
-        fields.append((name, described, dataclasses.field(default=defaults.get(name, field.default))))
+        default = defaults.get(name, field.default)
+        meant: Any = Literal[presets] if name == "preset" and presets else field.annotation
+        kind: Any = str if default is not None else str | None
+        if isinstance(default, bool):
+            kind = bool
+        elif isinstance(default, tuple):
+            kind, default = tuple[str, ...], tuple(f"{x:g}" if isinstance(x, float) else str(x) for x in default)
+        elif default is not None:
+            default = str(default)
+        metavar = None if kind is bool else _spelled(meant)
+        described = Annotated[kind, tyro.conf.arg(help=field.description, metavar=metavar)]
+        fields.append((name, described, dataclasses.field(default=default)))
     return dataclasses.make_dataclass(model.__name__, fields, frozen=True)
+
+
+def _spelled(kind: Any) -> str:
+    """A type as help shows it: INT, {auto,cpu,cuda}, FLOAT [FLOAT ...]."""
+    if (origin := get_origin(kind)) is Literal:
+        return "{" + ",".join(get_args(kind)) + "}"
+    if origin is Annotated:
+        return _spelled(get_args(kind)[0])
+    if origin is tuple:
+        return f"{_spelled(get_args(kind)[0])} [{_spelled(get_args(kind)[0])} ...]"
+    if origin in (Union, UnionType):
+        return "|".join(_spelled(one) for one in get_args(kind) if one is not NoneType)
+    return str(kind.__name__).upper()
 
 
 def _preset(study: Study[Any], words: Sequence[str]) -> str:
@@ -191,15 +218,29 @@ def _preset(study: Study[Any], words: Sequence[str]) -> str:
         elif word.startswith("--preset="):
             chosen = word.partition("=")[2]
     if chosen not in study.presets:
-        raise BadInputError(f"{study.name}: --preset is one of {', '.join(study.presets)}, got {chosen!r}")
+        raise BadInputError(f"--preset is one of {', '.join(study.presets)}, got {chosen!r}")
     return chosen
 
 
-def _flags(section: type[Any]) -> Iterable[str]:
+@dataclasses.dataclass(frozen=True)
+class _Flag:
+    name: str
+    takes_one: bool  # value, and no fewer
+
+
+def _flags(section: type[Any]) -> Iterable[_Flag]:
     for field in dataclasses.fields(section):
-        yield f"--{field.name.replace('_', '-')}"
+        name = field.name.replace("_", "-")
+        yield _Flag(f"--{name}", takes_one=not isinstance(field.default, bool | tuple))
         if isinstance(field.default, bool):
-            yield f"--no-{field.name.replace('_', '-')}"
+            yield _Flag(f"--no-{name}", takes_one=False)
+
+
+def _refuse_missing_values(words: Sequence[str], flags: Sequence[_Flag]) -> None:
+    takes_one = {flag.name for flag in flags if flag.takes_one}
+    for word, following in itertools.pairwise([*words, "--"]):
+        if word.replace("_", "-") in takes_one and following.startswith("--"):
+            raise BadInputError(f"{word} takes a value")
 
 
 # Explaining.
@@ -214,20 +255,8 @@ def _explain_field(error: ErrorDetails) -> str:
 
 
 def _explain_box(text: str) -> str:
-    """One of tyro's boxed messages as one line: what it says first, and the form of the argument if it shows that."""
-    rule = re.compile(r"^[\s│|]*[─-]{5,}[\s│|]*$")
-    lines = [line for line in text.splitlines() if not line.startswith(("╭", "╰"))]
-    rows = [None if rule.match(line) else line.strip("│ ") for line in lines]
-    first: list[str] = []
-    for row in rows:
-        if not row:
-            break
-        first.append(row)
-    message = " ".join(first).removeprefix("Error parsing ")
-    for row, following in itertools.pairwise(rows):
-        if row == "Argument helptext:" and following:
-            message += f"; it is {following}"
-    return message
+    """What one of tyro's boxes says, without the box."""
+    return " ".join(re.sub(r"[^\w\s.,:;'\"()\[\]{}<>=/?!-]|--{3,}", " ", text).split())
 
 
 def _explain_unknown(words: Sequence[str], flags: Sequence[str]) -> str:
@@ -239,8 +268,8 @@ def _explain_unknown(words: Sequence[str], flags: Sequence[str]) -> str:
 
 
 def _closest(word: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, names, n=1)
-    return f"did you mean {close[0]}?" if close else f"there is {', '.join(names)}"
+    close = difflib.get_close_matches(word, names, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else f"there is {', '.join(names)}"
 
 
 # Saying.

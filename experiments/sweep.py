@@ -4,8 +4,8 @@ Workers are spawned, never forked, because a forked copy of torch's thread pool 
 count of its configuration, set before torch is loaded, because two pools on the same cores fight. One worker means no
 process at all: the runs happen here.
 
-Workers note the updates done on a `Board`, a small file in memory, which feeds the bar. Only the parent hears Ctrl-C. It
-ends the workers there and then, because a record outlives that at any moment and goes on from its last checkpoint. A
+Workers note the updates done on a `Board`, a small file in memory, which feeds the bar. Only the parent hears Ctrl-C.
+It ends the workers there and then, because a record outlives that at any moment and goes on from its last checkpoint. A
 worker whose parent is gone ends by itself.
 """
 

@@ -43,7 +43,7 @@ class Figure1Fields(Frozen):
     """The protocol; every field is an option of ``whybn figure1``."""
 
     steps: Count = Field(15_000, description="updates")
-    batch: Annotated[int, Field(ge=2)] = Field(60, description="examples an update; with BN at least 2")
+    batch: Annotated[int, Field(ge=2, le=60_000)] = Field(60, description="examples an update")
     lr: Positive = Field(0.1, description="learning rate of plain SGD (the paper does not say)")
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of SGD")
     weight_decay: NonNegative = Field(0.0, description="of SGD")
@@ -56,7 +56,9 @@ class Figure1Fields(Frozen):
     threshold: Annotated[float, Field(ge=0, lt=1)] = Field(0.5, description="a pixel above it is white")
     percentiles: Percentiles = Field((15.0, 50.0, 85.0), description="of the sigmoids' inputs, 0 to 100")
     percentiles_every: Count = Field(100, description="steps between two measurements")
-    sample: Count = Field(1000, description="fixed training examples that percentiles are taken over")
+    sample: Annotated[int, Field(ge=1, le=60_000)] = Field(
+        1000, description="fixed training examples that percentiles are taken over"
+    )
     evaluate_every: Count = Field(1000, description="steps between two held-out accuracies")
     early_every: Count = Field(100, description="the same, at the start")
     early_until: Annotated[int, Field(ge=0)] = Field(1000, description="where the start ends, in steps")
