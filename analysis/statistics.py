@@ -336,10 +336,10 @@ def _fieller(x: Array, y: Array, level: float) -> tuple[float, float]:
     c = x.mean() ** 2 - scale * cov[0, 0]
     if a <= 0:  # zero is among the plausible means of y: the accepted ratios are unbounded
         return -math.inf, math.inf
-    root = math.sqrt(
-        max(b * b - a * c, 0.0)
-    )  # not negative when a > 0, up to rounding: r = mean(x)/mean(y) is accepted
-    return float((b - root) / a), float((b + root) / a)
+    # The ratio of the means is always accepted: it lies between the ends and b^2 >= a c, both up to rounding.
+    root = math.sqrt(max(b * b - a * c, 0.0))
+    ratio = x.mean() / y.mean()
+    return float(min((b - root) / a, ratio)), float(max((b + root) / a, ratio))
 
 
 def _exp(x: float) -> float:

@@ -225,7 +225,8 @@ def test_the_caption_follows_the_configuration(tmp_path):
     for words in (
         "SGD with learning rate 0.3, momentum 0.9, weight decay 0;",
         "N(0, 0.2²)",
-        "Unlike it: grey pixels (there binary), 30 + 20 + 10 sigmoid units (there 3 x 100 sigmoid units) and batches of 600",
+        "Unlike it: grey pixels (there binary), 30 + 20 + 10 sigmoid units (there 3 x 100 sigmoid units)",
+        "and batches of 600 (there 60).",
         "As in the paper: MNIST, 50000 steps.",
     ):
         assert words in caption, words
