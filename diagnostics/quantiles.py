@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Rows", "Summary", "prepare", "submit", "summarize", "summarize_many", "summarize_rows"]
+__all__ = ["Summary", "prepare", "submit", "summarize", "summarize_many", "summarize_rows"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Rows: TypeAlias = "NDArray[Any] | torch.Tensor"

@@ -44,6 +44,18 @@ if TYPE_CHECKING:
     from diagnostics._parts import Parts
 
 FORMAT = 1
+__all__ = [
+    "RecordError",
+    "RunWriter",
+    "State",
+    "Status",
+    "read_config",
+    "read_run",
+    "read_status",
+    "require_finished",
+    "run_id",
+]
+
 State: TypeAlias = Literal["running", "complete", "diverged", "failed"]
 _STATES = ("running", "complete", "diverged", "failed")
 _FINISHED = ("complete", "diverged")
