@@ -127,8 +127,8 @@ class _Noise(nn.Module):
         self.law = law
         if law.form == "fixed":
             mu, sigma = self._levels((features,), generator)
-            self.register_buffer("fixed_mu", mu)
-            self.register_buffer("fixed_sigma", sigma)
+            self.register_buffer("fixed_mu", mu.cpu())
+            self.register_buffer("fixed_sigma", sigma.cpu())
 
     def _levels(self, shape: tuple[int, ...], source: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw mu and sigma."""
@@ -270,9 +270,11 @@ class Ghost(Batch):
         if not self.training:
             return super().forward(x)
         self._check_input_dim(x)
-        factor = self._count_batch()
         whole = len(x) - len(x) % self.group
         parts = [part for part in (x[:whole], x[whole:]) if len(part)]
+        if min(self.group, len(parts[-1])) * math.prod(x.shape[2:]) == 1:
+            raise ValueError(f"a group of {self.group} leaves one value a unit in a batch of shape {tuple(x.shape)}")
+        factor = self._count_batch()
         results = [self._normalize(part, min(self.group, len(part)), factor) for part in parts]
         if self.running_mean is not None and self.running_var is not None:
             for k, buffer in enumerate((self.running_mean, self.running_var), start=1):
@@ -286,7 +288,6 @@ class Ghost(Batch):
         groups = len(x) // size
         folded = x.reshape(groups, size, *x.shape[1:]).transpose(0, 1)  # (size, groups, C, *positions)
         folded = folded.reshape(size, groups * x.shape[1], *x.shape[2:])  # each group a set of units of its own
-        _check_shape(folded, folded.shape[1], training=True)
 
         def repeat(unit: Tensor | None) -> Tensor | None:
             return None if unit is None else unit.repeat(groups)
