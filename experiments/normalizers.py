@@ -122,7 +122,8 @@ class _Noise(nn.Module):
     fixed_mu: Tensor  # (C,)
     fixed_sigma: Tensor  # (C,)
 
-    def _equip(self, features: int, generator: torch.Generator, law: NoiseLaw) -> None:
+    def equip(self, features: int, generator: torch.Generator, law: NoiseLaw) -> None:
+        """Give a module what noise needs; levels that are fixed are drawn now, onto the CPU."""
         self.generator = generator
         self.law = law
         if law.form == "fixed":
@@ -182,7 +183,7 @@ class NoisyBatch(_Noise, Batch):
         affine: bool = True,
     ) -> None:
         super().__init__(features, eps=eps, momentum=momentum, affine=affine)
-        self._equip(features, generator, law)
+        self.equip(features, generator, law)
 
     def forward(self, x: Tensor) -> Tensor:
         """Take and return (N, C, *positions)."""
@@ -208,7 +209,7 @@ class NoiseOnly(_Noise):
         if law.place != "after_affine":
             raise ValueError(f"without a normalizer there is no affine map, so place is after_affine, not {law.place}")
         self.features = features
-        self._equip(features, generator, law)
+        self.equip(features, generator, law)
 
     def forward(self, x: Tensor) -> Tensor:
         """Take and return (N, C, *positions)."""
@@ -258,9 +259,10 @@ class Ghost(Batch):
         self, features: int, *, group: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True
     ) -> None:
         super().__init__(features, eps=eps, momentum=momentum, affine=affine)
-        self._equip(group)
+        self.equip(group)
 
-    def _equip(self, group: int) -> None:
+    def equip(self, group: int) -> None:
+        """Give a module its group size."""
         if group < 1:
             raise ValueError(f"group must be at least 1, not {group}")
         self.group = group
