@@ -144,22 +144,22 @@ def test_one_command_computes_and_draws_and_a_second_one_only_draws(tmp_path: Pa
 
 @pytest.mark.slow
 def test_accuracies_are_the_expected_ones(tmp_path: Path) -> None:
-    """Means over three seeds (one at 50,000 steps), bounds fixed beforehand.
+    """Means over three seeds (of one at 50,000 steps), bounds fixed beforehand.
 
     They cannot tell a network that is a little off from a right one; the tests above can, at step 0.
     """
+    long = jobs(tmp_path, range(1), steps=50_000)[1:]
     plans = {
         ("none", True): jobs(tmp_path, range(3), steps=10_000)[::2],
         ("none", False): jobs(tmp_path, range(3), steps=10_000, binarize=False)[::2],
-        ("batch", True): jobs(tmp_path, range(3), steps=5_000)[1::2],
+        ("batch", True): long + jobs(tmp_path, range(1, 3), steps=5_000)[1::2],
         ("batch", False): jobs(tmp_path, range(3), steps=5_000, binarize=False)[1::2],
-        ("long", True): jobs(tmp_path, range(1), steps=50_000)[1:],
     }
     planned = [job for plan in plans.values() for job in plan]
     assert {outcome.status for outcome in sweep(planned, workers=2)} == {"complete"}
 
-    def accuracy(arm: str, binarize: bool, step: int) -> float:
-        tables = [read_run(job.folder, statistic="test_accuracy") for job in plans[arm, binarize]]
+    def accuracy(arm: str, binarize: bool, step: int, seeds: int = 3) -> float:
+        tables = [read_run(job.folder, statistic="test_accuracy") for job in plans[arm, binarize][:seeds]]
         return float(np.mean([table[table.step == step].value.item() for table in tables]))
 
     assert 0.60 <= accuracy("none", True, 5_000) <= 0.90
@@ -168,4 +168,4 @@ def test_accuracies_are_the_expected_ones(tmp_path: Path) -> None:
     assert accuracy("none", False, 10_000) == pytest.approx(0.917, abs=0.015)
     assert accuracy("batch", True, 5_000) >= 0.93
     assert accuracy("batch", False, 5_000) >= 0.93
-    assert accuracy("long", True, 50_000) == pytest.approx(0.98, abs=0.006)
+    assert accuracy("batch", True, 50_000, seeds=1) == pytest.approx(0.98, abs=0.006)
