@@ -1,0 +1,179 @@
+"""Measure without touching: after a guarded block everything is as it was before, also when the block raises.
+
+What is put back, to the bit and to the identity of the objects: parameters, their ``.grad`` and ``requires_grad``,
+buffers (running statistics, ``num_batches_tracked``), train/eval flags, plain attributes of modules, and every random
+stream: Python's, numpy's, torch's on CPU and on each accelerator, and every generator that a module holds or the caller
+names. The originals are never written to: for the length of the block the model's own Parameter objects hold *copies*
+(``parameter.data`` is exchanged, so an optimizer's, a tied or a recurrent layer's reference stays valid) and copies
+stand in for its buffers. A graph the user has not yet gone backward through notices neither.
+
+Not covered: what the user's own forward does to objects outside its modules (a list it appends to, a file it writes).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["RandomState", "guard", "is_normalizer", "normalizers", "set_mode"]
+
+T = TypeVar("T")
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+# Containers that a module fills through its own methods; guarded by what they hold, not by which object they are.
+_CONTAINERS = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+class RandomState:
+    """All random streams at one moment. ``restore`` may be called any number of times."""
+
+    def __init__(self, model: nn.Module | None = None, generators: Iterable[Generator] = ()) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()  # noqa: NPY002 - the global stream is what must be kept
+        self._torch = torch.get_rng_state()
+        # Asking an accelerator that was never used for its state would start it up.
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch types it not
+        self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+        held = list(generators)
+        if model is not None:
+            for module in model.modules():
+                held += [value for value in vars(module).values() if isinstance(value, Generator)]
+        self._generators = [(generator, _get(generator)) for generator in {id(g): g for g in held}.values()]
+
+    def restore(self) -> None:
+        """Put every stream back where it was."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002 - as above
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+        if self._mps is not None:
+            torch.mps.set_rng_state(self._mps)
+        for generator, state in self._generators:
+            _set(generator, state)
+
+
+def _get(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+class _Module:
+    """One module's own state: which objects it holds, and for its tensors which memory they show."""
+
+    def __init__(self, module: nn.Module, *, parameters: bool) -> None:
+        self._module = module
+        self._attributes = {name: value for name, value in vars(module).items() if name not in _CONTAINERS}
+        self._parameters = dict(module._parameters)
+        self._buffers = dict(module._buffers)
+        weights = [tensor for tensor in module._parameters.values() if tensor is not None]
+        self._held = [(weight, weight.data, weight.grad, weight.requires_grad) for weight in weights]
+        self._copy_parameters = parameters
+
+    def isolate(self, copies: dict[int, Tensor]) -> None:
+        """Put copies in place; ``copies`` maps the id of what was copied already, so that the tied stay tied."""
+        for weight, data, grad, _ in self._held:
+            if self._copy_parameters and id(weight) not in copies:
+                copies[id(weight)] = weight.data = data.clone()
+            if grad is not None:
+                weight.grad = None  # a backward inside the block would add to the user's gradient in place
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                if id(buffer) not in copies:
+                    copies[id(buffer)] = buffer.detach().clone()
+                self._module._buffers[name] = copies[id(buffer)]
+
+    def restore(self) -> None:
+        attributes = vars(self._module)
+        for name in [n for n in attributes if n not in self._attributes and n not in _CONTAINERS]:
+            del attributes[name]
+        attributes.update(self._attributes)
+        _put_back(self._module._parameters, self._parameters)
+        _put_back(self._module._buffers, self._buffers)
+        for weight, data, grad, requires_grad in self._held:
+            weight.data = data
+            weight.requires_grad_(requires_grad)
+            if weight.grad is not grad:
+                weight.grad = grad
+
+
+def _put_back(held: dict[str, T], wanted: dict[str, T]) -> None:
+    if list(held) != list(wanted) or any(held[name] is not value for name, value in wanted.items()):
+        held.clear()
+        held.update(wanted)
+
+
+@contextmanager
+def guard(model: nn.Module, generators: Iterable[Generator] = (), *, parameters: bool = True) -> Iterator[None]:
+    """Whatever happens to ``model`` or to a random stream inside the block is undone at its end.
+
+    Args:
+        model: Any module, its lazy parameters initialized.
+        generators: Random generators that no module of the model holds.
+        parameters: Copy the parameters too. False saves that memory where the block only ever exchanges their
+            ``.data`` and never writes to it; the exchange is undone all the same.
+    """
+    streams = RandomState(model, generators)
+    modules = [_Module(module, parameters=parameters) for module in model.modules()]
+    try:
+        copies: dict[int, Tensor] = {}
+        for module in modules:
+            module.isolate(copies)
+        yield
+    finally:
+        for module in modules:
+            module.restore()
+        streams.restore()
+
+
+def is_normalizer(module: nn.Module) -> bool:
+    """Whether ``module`` computes otherwise on batch statistics than on population statistics.
+
+    That is every torch batch or instance normalization, and any module that owns a buffer ``running_mean``.
+    """
+    return isinstance(module, nn.modules.batchnorm._NormBase) or "running_mean" in module._buffers
+
+
+def normalizers(model: nn.Module) -> list[nn.Module]:
+    """The modules of ``model`` for which `is_normalizer` holds."""
+    return [module for module in model.modules() if is_normalizer(module)]
+
+
+def set_mode(model: nn.Module, mode: str) -> None:
+    """Put the model in a named measuring mode; call it under a `guard`.
+
+    ``population``: everything evaluates. ``batch``: the same, but normalizers use the statistics of the batch they are
+    given. Dropout is off in both, so that two measurements differ by the parameters alone. ``step``: left as it is.
+
+    Raises:
+        ValueError: If the mode is none of these.
+    """
+    if mode not in ("step", "batch", "population"):
+        raise ValueError(f"mode must be 'batch', 'population' or 'step', got {mode!r}")
+    if mode == "step":
+        return
+    model.eval()
+    if mode == "batch":
+        for module in normalizers(model):
+            module.training = True
+            for part in module.modules():
+                part.training = True
