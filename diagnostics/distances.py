@@ -49,6 +49,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+__all__ = ["DISTANCES", "Comparison", "Floor", "Sample", "distance", "distances", "floor", "random_halves"]
+
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
@@ -236,20 +238,22 @@ def floor(
     splits: int = 20,
     *,
     seed: int,
+    block: int = 1,
     shape: bool = False,
 ) -> Floor:
     """Distances between random halves of ``sample`` (n, U): their mean and 95th percentile over ``splits``.
 
-    A split is the same for every unit and depends on n, ``splits`` and ``seed`` alone; for odd n its second half has
-    one example more. A unit with fewer than two finite values in some half is NaN.
+    Each ``block`` of consecutive rows belongs to one example (its positions in a map, say) and stays together. A split
+    is the same for every unit, see `random_halves`. A unit with fewer than two finite values in some half is NaN.
 
     Raises:
-        ValueError: If ``sample`` has fewer than 4 examples, ``splits`` is not positive, ``seed`` is negative, or as
-            ``distances``.
+        ValueError: If n is not a multiple of ``block``, or as ``random_halves`` and ``distances``.
     """
     names = check_distances(names)
     sample = _sample(sample)
-    halves = random_halves(sample.size, splits, seed=seed)
+    if block < 1 or sample.size % block:
+        raise ValueError(f"blocks of {block} do not divide a sample of {sample.size}")
+    halves = np.repeat(random_halves(sample.size // block, splits, seed=seed), block, axis=1)
     found = {name: np.empty((splits, len(sample.count))) for name in names}
     whole = np.full(len(sample.count), not shape) & (sample.count == sample.size)
     if whole.any():
@@ -536,7 +540,7 @@ def _jensen_shannon(p: Floats, q: Floats) -> Floats:
     """With r = (p - q) / (p + q) a bin adds (p + q)/4 ((1 + r) log(1 + r) + (1 - r) log(1 - r)), never below 0."""
     r = (p - q) / (p + q)
     part = (1 + r) * np.log1p(r) + (1 - r) * np.log1p(-r)
-    total: Floats = ((p + q) * np.maximum(part, 0.0)).sum(axis=1)
+    total: Floats = ((p + q) * part).sum(axis=1)
     return total / 4
 
 

@@ -379,6 +379,11 @@ def test_one_unit_of_another_magnitude_leaves_the_others_bits_alone():
         assert not np.isnan(value).any()
 
 
+def test_a_small_change_of_spread_keeps_its_digits():
+    x = 2.0**600 * np.random.default_rng(0).standard_normal((50, 3))
+    agree(distance("std_shift", x, x * (1 + 2.0**-40)), 2.0**-40, rel=1e-3)
+
+
 def test_two_examples_are_enough():
     got = distances(DISTANCES, np.array([[0.0], [2.0]]), np.array([[1.0], [3.0]])).values
     assert got["mean_shift"] == got["wasserstein1"] == 1
@@ -398,11 +403,11 @@ def without(x, y, unit, paired):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize(("paired", "m"), [(True, 60), (False, 60), (False, 47)])
 @pytest.mark.parametrize("shape", [True, False])
 @pytest.mark.parametrize("kind", ["smooth", "relu"])
-def test_examples_that_are_not_finite_are_left_out_and_counted(kind, shape, paired, dtype):
-    p, q = (x.astype(dtype) for x in samples(kind, 60, 60 if paired else 47))
+def test_examples_that_are_not_finite_are_left_out_and_counted(kind, shape, paired, m, dtype):
+    p, q = (x.astype(dtype) for x in samples(kind, 60, m))
     p[[3, 9, 11, 40], [1, 1, 1, 2]] = [np.nan, np.inf, -np.inf, np.nan]
     q[[3, 5, 20, 21], [1, 1, 4, 4]] = [np.nan, -np.inf, np.inf, np.nan]
     got = distances(DISTANCES, p, q, paired=paired, shape=shape)
@@ -524,11 +529,18 @@ def test_the_floor_is_the_distance_between_random_halves(examples, shape, splits
 
 
 def test_half_a_unit_far_from_its_median_keeps_its_digits():
-    x = np.array([[0.0, 1.0, 5.0], [0.0, 1.0, 5.0], [1e9, 3e12, 0.1], [1e9 + 1, 3e12, 0.1]])
+    # A half without the sample's median is far from it, for its spread: values close together, or the same.
+    x = np.array([[0.0, 1.1], [0.7, 1.1], [1e9, 3e8], [1e9, 3e8 + 1]])
     got = floor(x, DISTANCES, 50, seed=0)
     found = [distances(DISTANCES, x[h], x[~h], paired=False).values for h in random_halves(4, 50, seed=0)]
     for name in DISTANCES:
         agree(got.mean[name], np.stack([one[name] for one in found]).mean(axis=0), rel=1e-9)
+
+
+def test_the_values_of_one_example_stay_in_one_half():
+    x = np.repeat(np.random.default_rng(0).standard_normal((20, 3)), 4, axis=0)
+    agree(floor(x, ("ks",), seed=2, block=4).mean["ks"], floor(x[::4], ("ks",), seed=2).mean["ks"])
+    assert (floor(x, ("ks",), seed=2).mean["ks"] < floor(x, ("ks",), seed=2, block=4).mean["ks"]).all()
 
 
 @pytest.mark.parametrize("splits", [1, 18, 20, 39])
@@ -601,6 +613,9 @@ def test_bad_input_is_refused_by_name():
         distance("ks", x, x[:, :1])
     with pytest.raises(ValueError, match="at least 4 examples, two in each half, got 3"):
         floor(x[:3], ("ks",), seed=0)
+    for block in (0, 3):
+        with pytest.raises(ValueError, match=f"blocks of {block} do not divide a sample of 4"):
+            floor(x, ("ks",), seed=0, block=block)
     with pytest.raises(ValueError, match="splits=0"):
         floor(x, ("ks",), 0, seed=0)
     with pytest.raises(ValueError, match="not negative, got -1"):
