@@ -1,0 +1,180 @@
+"""One configuration, one record: computed once, resumed where it stopped, never written by two.
+
+A record's status says what to do with it. ``complete`` and ``diverged`` are results and are left alone. ``running`` was
+interrupted, and goes on from its checkpoint: model, optimizer, order and random states are put back, so that the
+finished record has the bytes of one that was never interrupted. ``failed`` is started over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from diagnostics.record import read_status
+from diagnostics.recorder import Recorder, read_checkpoint
+from experiments import datasets, networks, normalizers
+from experiments.config import DataConfig, MachineConfig, NetworkConfig, NormalizerConfig
+from experiments.datasets import Dataset
+from experiments.environment import describe
+from experiments.seeds import Order, Streams, global_state, load_global_state, seed_globals
+from experiments.study import Job, Outcome, standing
+from experiments.train import cross_entropy, optimizer_for, train
+
+__all__ = ["make_data", "make_network", "run"]
+
+PART_EVERY = 1000  # steps a part of the record, and from one checkpoint to the next
+
+
+def run(job: Job, progress: Callable[[int], None]) -> Outcome:
+    """Bring the record of ``job`` to its end, from wherever it stands.
+
+    ``progress`` is told the updates done, before each; what it raises that is no ``Exception`` (KeyboardInterrupt)
+    passes through and leaves a record that can be resumed. The process's global random generators are seeded.
+    """
+    began = False
+    try:
+        status = standing(job)
+        if status == "complete" or status == "diverged":
+            return Outcome(status)
+        with _machine(job.config.machine):
+            session = _Session(job, status)
+            with session.recorder:
+                began = True
+                session.train(progress)
+        return Outcome("diverged" if read_status(job.folder).status == "diverged" else "complete")
+    except Exception as error:
+        if not began and isinstance(error, ValueError | OSError):
+            return Outcome("refused", str(error))
+        return Outcome("failed", f"{type(error).__name__}: {error}")
+
+
+class _Session:
+    """Everything a run needs, made from its configuration alone and, to resume, put back to where it stood."""
+
+    def __init__(self, job: Job, status: str) -> None:
+        config, device = job.config, job.config.machine.device
+        checkpoint = read_checkpoint(job.folder) if status == "running" else None
+        if checkpoint is not None:
+            _refuse_another_device(job.folder, device)
+        self.start: int = checkpoint["step"] if checkpoint is not None else 0
+        seed_globals(config.seed)
+        self.config = config
+        self.streams = Streams(config.seed)
+        self.data = _on(device, make_data(config.data))
+        self.model = make_network(config.network, config.normalizer, self.streams.torch("init")).to(device)
+        self.optimizer = optimizer_for(self.model, config.training)
+        self.order = Order(len(self.data.train_inputs), config.training.batch, self.streams.torch("order"))
+        self.recorder = Recorder(
+            self.model,
+            job.folder,
+            job.probes(config, self.data, self.streams),
+            loss=cross_entropy,
+            optimizer=self.optimizer,
+            config=config.canonical(),
+            environment=describe(device, config.machine.threads),
+            start=self.start,
+            part_every=PART_EVERY,
+            overwrite=status != "absent" and self.start == 0,
+            checkpoint=self.state,
+        )
+        if self.recorder.restored is not None:
+            self.load(self.recorder.restored)
+
+    def train(self, progress: Callable[[int], None]) -> None:
+        train(
+            self.model,
+            self.data,
+            self.order,
+            training=self.config.training,
+            evaluation=self.config.evaluation,
+            optimizer=self.optimizer,
+            recorder=self.recorder,
+            start=self.start,
+            normalized=self.config.normalizer.kind != "none",
+            progress=progress,
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "order": self.order.state(),
+            "streams": self.streams.state(),
+            "global": global_state(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.order.load(state["order"])
+        self.streams.load(state["streams"])
+        load_global_state(state["global"])
+
+
+@lru_cache(maxsize=1)  # a worker's runs share their data
+def make_data(config: DataConfig) -> Dataset:
+    """The data that ``config`` names, in memory; nobody writes to it.
+
+    Raises:
+        ValueError: If it is absent or damaged; says where it was looked for.
+    """
+    return datasets.mnist(binarize=config.binarize, threshold=config.threshold)
+
+
+def make_network(config: NetworkConfig, normalizer: NormalizerConfig, generator: torch.Generator) -> nn.Module:
+    """The network that ``config`` names, with ``normalizer`` in its slots and weights drawn from ``generator``."""
+
+    def slot(features: int) -> nn.Module:
+        if normalizer.kind == "none":
+            return normalizers.none(features)
+        return normalizers.Batch(features, eps=normalizer.epsilon, momentum=normalizer.momentum)
+
+    return networks.mlp(
+        inputs=config.inputs,
+        hidden=config.hidden,
+        outputs=config.outputs,
+        activation=config.activation,
+        init_std=config.init_std,
+        normalizer=slot,
+        generator=generator,
+    )
+
+
+def _on(device: str, data: Dataset) -> Dataset:
+    return replace(
+        data,
+        train_inputs=data.train_inputs.to(device),
+        train_targets=data.train_targets.to(device),
+        test_inputs=data.test_inputs.to(device),
+        test_targets=data.test_targets.to(device),
+    )
+
+
+@contextmanager
+def _machine(machine: MachineConfig) -> Iterator[None]:
+    """The thread count and kernels the configuration names, for the length of a with block."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(machine.threads)
+    with ExitStack() as stack:
+        if machine.device == "cuda":
+            stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _refuse_another_device(folder: Path, device: str) -> None:
+    # The device is in the configuration, and so in the folder's name; environment.json says where it really ran.
+    sessions = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    for session in sessions:
+        if (before := session["device"]["type"]) != device:
+            raise ValueError(f"{folder} was begun on {before} and cannot go on on {device}: the digits would differ")

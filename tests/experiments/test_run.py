@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diagnostics.probe import Probe
+from diagnostics.record import RunWriter, read_run, read_status
+from experiments import run as module
+from experiments.config import EvaluationConfig, MachineConfig, MLPConfig, NormalizerConfig, RunConfig, TrainingConfig
+from experiments.datasets import Dataset
+from experiments.run import make_network, run
+from experiments.seeds import Streams
+from experiments.study import Job, Outcome
+
+CONFIG = RunConfig(
+    seed=3,
+    network=MLPConfig(inputs=6, hidden=(5,), outputs=2, init_std=0.5),
+    normalizer=NormalizerConfig(kind="batch"),
+    # momentum, so that the optimizer has something to forget; batches that do not fill an epoch
+    training=TrainingConfig(steps=230, batch=7, momentum=0.9),
+    evaluation=EvaluationConfig(every=10, early_every=5, early_until=20),
+)
+
+LONG = CONFIG.model_copy(update={"training": CONFIG.training.model_copy(update={"steps": 1000})})
+
+
+def toy() -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(40, 6, generator=generator)
+    targets = (inputs[:, 0] * inputs[:, 1] > 0).long()
+    return Dataset("toy", inputs, targets, inputs[:9] + 0.1, targets[:9], 2)
+
+
+def nothing(config: RunConfig, data: Dataset, streams: Streams) -> Sequence[Probe]:
+    return ()
+
+
+def ignore(done: int) -> None:
+    pass
+
+
+def until(step: int, error: BaseException) -> Callable[[int], None]:
+    def progress(done: int) -> None:
+        if done == step:
+            raise error
+
+    return progress
+
+
+def job(folder: Path, config: RunConfig = CONFIG) -> Job:
+    return Job("batch", config, nothing, folder)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """The bytes that an interruption must not change."""
+    files = [folder / "config.json", *sorted((folder / "records").iterdir())]
+    return {file.name: file.read_bytes() for file in files}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PART_EVERY", 50)
+    monkeypatch.setattr(module, "make_data", lambda config: toy())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What a run that nothing disturbs leaves behind."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PART_EVERY", 50)
+        patch.setattr(module, "make_data", lambda config: toy())
+        assert run(job(folder), ignore) == Outcome("complete")
+    return content(folder)
+
+
+def test_a_run_leaves_its_configuration_its_environment_and_its_numbers(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    seen: list[int] = []
+    assert run(job(folder), seen.append) == Outcome("complete")
+    assert seen == list(range(231))
+    assert json.loads((folder / "config.json").read_text()) == CONFIG.canonical()
+    (session,) = json.loads((folder / "environment.json").read_text())
+    assert session["device"]["type"] == "cpu"
+    assert session["threads"] == 1
+    table = read_run(folder)
+    assert table.attrs["status"] == "complete"
+    accuracy = table[table.statistic == "test_accuracy"]
+    assert accuracy.step.tolist() == sorted({*range(0, 21, 5), *range(0, 231, 10)})
+    assert accuracy["mode"].unique().tolist() == ["population"]
+    assert accuracy.value.iloc[-1] > accuracy.value.iloc[0]
+
+
+def test_the_seed_decides_every_number(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    torch.rand(3)
+    random.random()
+    np.random.rand(3)
+    again, other = tmp_path / "again", tmp_path / "other"
+    run(job(again), ignore)
+    assert content(again) == whole
+    run(job(other, CONFIG.model_copy(update={"seed": 4})), ignore)
+    assert content(other)["part-00000.parquet"] != whole["part-00000.parquet"]
+
+
+@pytest.mark.parametrize("status", ["complete", "diverged"])
+def test_a_result_is_never_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str) -> None:
+    with RunWriter(tmp_path / "run", config=CONFIG.canonical(), environment={}) as writer:
+        writer.close(status)
+    monkeypatch.setattr(module, "make_data", lambda config: pytest.fail("data was loaded"))
+    assert run(job(tmp_path / "run"), ignore) == Outcome(status)
+
+
+@pytest.mark.parametrize("steps", [(0,), (7,), (50,), (51,), (120, 130), (99, 230)])
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(
+    tmp_path: Path, whole: dict[str, bytes], steps: tuple[int, ...]
+) -> None:
+    folder = tmp_path / "run"
+    for step in steps:
+        with pytest.raises(KeyboardInterrupt):
+            run(job(folder), until(step, KeyboardInterrupt()))
+        assert read_status(folder).status == "running"
+        torch.rand(3)  # what happens in between is no part of it
+    seen: list[int] = []
+    assert run(job(folder), seen.append) == Outcome("complete")
+    assert seen[0] == max(steps) // 50 * 50
+    assert content(folder) == whole
+
+
+def test_a_failed_run_says_why_and_is_started_over(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    folder = tmp_path / "run"
+    outcome = run(job(folder), until(120, RuntimeError("out of luck")))
+    assert outcome == Outcome("failed", "RuntimeError: out of luck")
+    assert read_status(folder).status == "failed"
+    # interrupted before its own first checkpoint, it must not go on from the one of the run that failed
+    with pytest.raises(KeyboardInterrupt):
+        run(job(folder), until(30, KeyboardInterrupt()))
+    seen: list[int] = []
+    assert run(job(folder), seen.append) == Outcome("complete")
+    assert seen[0] == 0
+    assert content(folder) == whole
+
+
+def test_a_value_error_in_training_is_a_failure_and_not_a_refusal(tmp_path: Path) -> None:
+    outcome = run(job(tmp_path / "run"), until(3, ValueError("late")))
+    assert outcome == Outcome("failed", "ValueError: late")
+
+
+def test_divergence_is_a_result(tmp_path: Path) -> None:
+    wild = CONFIG.model_copy(
+        update={
+            "normalizer": NormalizerConfig(),
+            "network": MLPConfig(inputs=6, hidden=(5,), outputs=2, activation="linear", init_std=2.0),
+            "training": TrainingConfig(steps=230, batch=7, learning_rate=1e18),
+        }
+    )
+    folder = tmp_path / "run"
+    assert run(job(folder, wild), ignore) == Outcome("diverged")
+    assert read_status(folder).status == "diverged"
+    assert read_run(folder).step.max() < 230
+    assert run(job(folder, wild), lambda done: pytest.fail("computed again")) == Outcome("diverged")
+
+
+def refusal(folder: Path, config: RunConfig = CONFIG) -> str:
+    """Why the job is refused; nothing in or beside its folder changes."""
+    before = {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()}
+    outcome = run(job(folder, config), lambda done: pytest.fail("it trained"))
+    assert outcome.status == "refused"
+    assert {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()} == before
+    assert outcome.error is not None
+    return outcome.error
+
+
+def test_a_record_that_is_being_written_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        run(job(folder), until(120, KeyboardInterrupt()))
+    here = {"device": {"type": "cpu"}}
+    with RunWriter(folder, config=CONFIG.canonical(), environment=here, start=100, part_every=50) as other:
+        assert "is being written" in refusal(folder)
+        other.close("running")
+
+
+def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(job(folder), ignore)
+    other = CONFIG.model_copy(update={"seed": 9})
+    assert f"another configuration than {other.id}" in refusal(folder, other)
+
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(status | {"format": 99}))
+    assert "format 99" in refusal(folder)
+
+    stray = tmp_path / "stray"
+    stray.mkdir()
+    (stray / "notes.txt").write_text("mine")
+    assert "no record at" in refusal(stray)
+
+
+def test_going_on_on_another_device_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        run(job(folder), until(120, KeyboardInterrupt()))
+    file = folder / "environment.json"
+    file.write_text(file.read_text().replace('"type": "cpu"', '"type": "cuda"'))
+    assert "was begun on cuda and cannot go on on cpu" in refusal(folder)
+
+
+def test_what_is_wrong_before_the_first_step_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = CONFIG.model_copy(update={"training": TrainingConfig(batch=41)})
+    assert "a batch holds 1 to 40 examples" in refusal(tmp_path / "run", large)
+
+    def absent(config: object) -> Dataset:
+        raise FileNotFoundError("no such data; looked in nowhere")
+
+    monkeypatch.setattr(module, "make_data", absent)
+    assert refusal(tmp_path / "run") == "no such data; looked in nowhere"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_has_the_threads_it_was_configured_with(tmp_path: Path) -> None:
+    two = CONFIG.model_copy(update={"machine": MachineConfig(threads=2), "training": TrainingConfig(steps=3, batch=7)})
+    seen = set()
+    run(job(tmp_path / "run", two), lambda done: seen.add(torch.get_num_threads()))
+    assert seen == {2}
+    assert torch.get_num_threads() == 1
+    (session,) = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert session["threads"] == 2
+
+
+def test_a_network_is_built_as_configured() -> None:
+    config = MLPConfig(inputs=6, hidden=(50, 40), outputs=3, activation="tanh", init_std=0.25)
+    normalizer = NormalizerConfig(kind="batch", momentum=0.3, epsilon=1e-3)
+    plain, normalized = (
+        make_network(config, kind, Streams(0).torch("init")) for kind in (NormalizerConfig(), normalizer)
+    )
+    found = dict(normalized.named_modules())
+    assert {"hidden2.linear", "hidden2.normalizer", "hidden2.nonlinearity", "output"} <= set(found)
+    assert isinstance(found["hidden1.nonlinearity"], torch.nn.Tanh)
+    assert (found["hidden1.normalizer"].momentum, found["hidden1.normalizer"].eps) == (0.3, 1e-3)
+    assert isinstance(plain.get_submodule("hidden1.normalizer"), torch.nn.Identity)
+    assert found["hidden2.linear"].weight.shape == (40, 50)
+    assert found["hidden2.linear"].weight.std().item() == pytest.approx(0.25, rel=0.1)
+    for name in ("hidden1.linear", "hidden2.linear", "output"):  # common random numbers
+        assert torch.equal(plain.get_submodule(name).weight, found[name].weight)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.experiments import test_run
+from experiments import run
+run.PART_EVERY = 50
+run.make_data = lambda config: test_run.toy()
+print(run.run(test_run.job(Path(sys.argv[1]), test_run.LONG), lambda done: None), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    """SIGKILL leaves no time to tidy up: whatever is on disk then must be enough, and nothing of it wrong."""
+    assert run(job(tmp_path / "whole", LONG), ignore) == Outcome("complete")
+    folder, pause = tmp_path / "run", random.Random(0)
+    for parts in (3, 11):
+        with started(folder) as process:
+            while len(list(folder.glob("records/part-*.parquet"))) < parts:
+                assert process.poll() is None
+                time.sleep(0.001)
+            time.sleep(pause.uniform(0, 0.03))
+            process.kill()
+    with started(folder) as process:
+        assert process.stdout is not None
+        assert "complete" in process.stdout.read()
+    assert len(json.loads((folder / "environment.json").read_text())) == 3
+    assert content(folder) == content(tmp_path / "whole")
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, folder], stdout=subprocess.PIPE, text=True)

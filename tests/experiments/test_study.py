@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from diagnostics.record import RecordError, RunWriter
+from experiments import study as module
+from experiments.config import Frozen, MachineConfig, NormalizerConfig, Positive, RunConfig, TrainingConfig
+from experiments.study import Arm, Device, Job, Preset, Study, discover, standing
+
+
+class Fields(Frozen):
+    lr: Positive = 0.1
+
+
+def configure(fields: Fields, arm: Arm, seed: int, device: Device) -> RunConfig:
+    return RunConfig(
+        seed=seed,
+        normalizer=NormalizerConfig(kind="batch" if arm.name == "batch" else "none"),
+        training=TrainingConfig(learning_rate=fields.lr),
+        machine=MachineConfig(device=device),
+    )
+
+
+def probes(config: object, data: object, streams: object) -> Sequence[object]:
+    return ()
+
+
+STUDY = Study(
+    name="toy",
+    question="Is it so?",
+    arms=(Arm("none", "without"), Arm("batch", "with")),
+    measures=("one thing",),
+    rule="a rule",
+    control="a control",
+    fields=Fields,
+    presets={"laptop": Preset(3, {})},
+    drawing=Frozen,
+    figures=(),
+    configure=configure,
+    probes=probes,  # type: ignore[arg-type]
+)
+
+
+def test_a_run_is_addressed_by_arm_seed_and_configuration(tmp_path: Path) -> None:
+    jobs = STUDY.jobs(Fields(), range(2), device="cpu", folder=tmp_path)
+    assert [job.name for job in jobs] == ["none-s0", "batch-s0", "none-s1", "batch-s1"]
+    for job in jobs:
+        assert job.folder == tmp_path / "runs" / f"{job.name}-{job.config.id}"
+        assert job.probes is probes
+    assert len({job.config.id for job in jobs}) == 4
+
+
+def test_more_seeds_later_leave_the_first_ones_where_they_are(tmp_path: Path) -> None:
+    three, five = (STUDY.jobs(Fields(), range(n), device="cpu", folder=tmp_path) for n in (3, 5))
+    assert five[:6] == three
+    other = STUDY.jobs(Fields(lr=0.2), range(3), device="cpu", folder=tmp_path)
+    assert not {job.folder for job in three} & {job.folder for job in other}
+
+
+def test_what_a_study_states_before_it_runs(tmp_path: Path) -> None:
+    fields = Fields(lr=0.2)
+    jobs = STUDY.jobs(fields, range(1), device="cpu", folder=tmp_path / "toy")
+    path = STUDY.state(tmp_path / "toy", preset="laptop", fields=fields, seeds=range(1), jobs=jobs)
+    assert path == tmp_path / "toy" / "study.json"
+    assert json.loads(path.read_text()) == {
+        "format": 1,
+        "study": "toy",
+        "question": "Is it so?",
+        "arms": [{"name": "none", "label": "without"}, {"name": "batch", "label": "with"}],
+        "measures": ["one thing"],
+        "rule": "a rule",
+        "control": "a control",
+        "preset": "laptop",
+        "seeds": [0],
+        "config": {"lr": 0.2},
+        "runs": [
+            {"arm": job.arm, "seed": 0, "id": job.config.id, "path": f"runs/{job.name}-{job.config.id}"} for job in jobs
+        ],
+    }
+    assert [file.name for file in path.parent.iterdir()] == ["study.json"]
+
+
+def one(folder: Path, seed: int = 0) -> Job:
+    return Job("none", RunConfig(seed=seed), probes, folder)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("status", ["running", "failed", "complete", "diverged"])
+def test_where_a_run_stands(tmp_path: Path, status: str) -> None:
+    job = one(tmp_path / "run")
+    assert standing(job) == "absent"
+    job.folder.mkdir()
+    assert standing(job) == "absent"
+    with RunWriter(job.folder, config=job.config.canonical(), environment={}) as writer:
+        writer.close(status)
+    assert standing(job) == status
+    with pytest.raises(RecordError, match=f"another configuration than {one(job.folder, 1).config.id}"):
+        standing(one(job.folder, 1))
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RecordError, match="no record at"):
+        standing(one(tmp_path))
+    with pytest.raises(RecordError, match="no record at"):
+        standing(one(tmp_path / "notes.txt"))
+
+
+def test_every_study_found_is_whole() -> None:
+    studies = discover()
+    assert list(studies) == sorted(studies)
+    assert "figure1" in studies
+    for name, study in studies.items():
+        assert study.name == name
+        assert {"smoke", "laptop", "paper"} <= set(study.presets)
+        assert all((study.question, study.measures, study.rule, study.control, len(study.arms) >= 1))
+        options = {option for figure in study.figures for option in figure.options}
+        assert options == set(study.drawing.model_fields)
+        for preset in study.presets.values():
+            fields = study.fields(**preset.fields)
+            jobs = study.jobs(fields, range(preset.seeds), device="cpu", folder=Path("x"))
+            assert len({job.folder for job in jobs}) == preset.seeds * len(study.arms)
+        for field in (*study.fields.model_fields.values(), *study.drawing.model_fields.values()):
+            assert field.description
+            assert not field.is_required()
+
+
+def test_every_field_of_every_study_moves_a_run() -> None:
+    """A setting that is accepted and ignored would be an option that does nothing."""
+    for study in discover().values():
+        usual = study.fields()
+        jobs = study.jobs(usual, [0], device="cpu", folder=Path())
+        for name in study.fields.model_fields:
+            fields = usual.model_copy(update={name: _other(getattr(usual, name))})
+            moved = study.jobs(fields, [0], device="cpu", folder=Path())
+            assert [job.folder for job in moved] != [job.folder for job in jobs], f"{study.name}: {name}"
+
+
+def _other(value: object) -> object:
+    match value:
+        case bool():
+            return not value
+        case int():
+            return value + 1
+        case float():
+            return value / 2 or 0.5
+        case tuple():
+            return value[:-1]
+        case "sigmoid":
+            return "tanh"
+    raise AssertionError(f"no other value known for {value!r}")
+
+
+def test_a_module_without_a_study_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from experiments import studies
+
+    (tmp_path / "stray_study.py").write_text("")
+    monkeypatch.setattr(studies, "__path__", [str(tmp_path)])
+    with pytest.raises(TypeError, match=r"stray_study.py must hold a Study named STUDY, found None"):
+        module.discover()
+    del sys.modules["experiments.studies.stray_study"]
+
+
+def test_studies_are_found_without_loading_what_is_heavy() -> None:
+    code = "import sys, experiments.study as s; s.discover(); print(*sys.modules, sep='\\n')"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "numpy", "pandas", "pyarrow", "matplotlib", "tyro", "rich"} & set(loaded)

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.config import EvaluationConfig, TrainingConfig
+from experiments.datasets import Dataset
+from experiments.seeds import Order
+from experiments.train import Batch, accuracy, optimizer_for, train
+
+
+class Notes:
+    """What a recorder is told, in order."""
+
+    def __init__(self) -> None:
+        self.t = 0
+        self.logged: list[tuple[int, str, float, str]] = []
+        self.status = "complete"
+        self.batches: list[Batch] = []
+
+    @contextmanager
+    def step(self, batch: Batch) -> Iterator[None]:
+        self.batches.append(batch)
+        yield
+        self.t += 1
+
+    def log(self, statistic: str, value: float, *, mode: str) -> None:
+        self.logged.append((self.t, statistic, value, mode))
+
+    def stop(self, status: str) -> None:
+        self.status = status
+
+    def steps(self, statistic: str) -> list[int]:
+        return [t for t, name, *_ in self.logged if name == statistic]
+
+
+def dataset(count: int = 24) -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(count, 6, generator=generator)
+    targets = (inputs[:, 0] > 0).long()
+    return Dataset("toy", inputs, targets, inputs[:9] + 0.1, targets[:9], 2)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Sigmoid(), nn.Linear(8, 2))
+
+
+def trained(
+    model: nn.Module, training: TrainingConfig, *, start: int = 0, data: Dataset | None = None, normalized: bool = True
+) -> tuple[Notes, list[int]]:
+    notes, seen = Notes(), []
+    notes.t = start
+    data = data or dataset()
+    train(
+        model,
+        data,
+        Order(len(data.train_inputs), training.batch, torch.Generator().manual_seed(2)),
+        training=training,
+        evaluation=EvaluationConfig(every=10, early_every=2, early_until=5),
+        optimizer=optimizer_for(model, training),
+        recorder=notes,
+        start=start,
+        normalized=normalized,
+        progress=seen.append,
+    )
+    return notes, seen
+
+
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.01)])
+def test_the_loop_is_sgd_written_out_by_hand(momentum: float, decay: float) -> None:
+    training = TrainingConfig(steps=23, batch=5, learning_rate=0.3, momentum=momentum, weight_decay=decay)
+    model, data = network(), dataset()
+    notes, _ = trained(model, training)
+
+    twin, order = network(), Order(24, 5, torch.Generator().manual_seed(2))
+    velocity = [torch.zeros_like(p) for p in twin.parameters()]
+    for step in range(23):
+        index = order.next()
+        loss = F.cross_entropy(twin(data.train_inputs[index]), data.train_targets[index])
+        gradients = torch.autograd.grad(loss, list(twin.parameters()))
+        with torch.no_grad():
+            for p, v, g in zip(twin.parameters(), velocity, gradients, strict=True):
+                v.mul_(momentum).add_(g + decay * p)
+                p.sub_(0.3 * v)
+        if step % 10 == 0:
+            logged = [value for t, name, value, _ in notes.logged if (t, name) == (step, "train_loss")]
+            assert logged == pytest.approx([loss.item()], rel=1e-5)
+    for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_when_and_in_which_mode_numbers_are_logged() -> None:
+    notes, seen = trained(network(), TrainingConfig(steps=25, batch=5))
+    assert notes.steps("test_accuracy") == [0, 2, 4, 10, 20, 25]
+    assert notes.steps("train_loss") == [0, 2, 4, 10, 20]
+    assert {(name, mode) for _, name, _, mode in notes.logged} == {
+        ("test_accuracy", "population"),
+        ("train_loss", "batch"),
+    }
+    assert seen == list(range(26))
+    plain, _ = trained(nn.Linear(6, 2), TrainingConfig(steps=25, batch=5), normalized=False)
+    assert {mode for *_, mode in plain.logged} == {"-"}
+
+
+def test_the_last_accuracy_is_logged_once_when_it_is_also_due() -> None:
+    notes, _ = trained(network(), TrainingConfig(steps=20, batch=5))
+    assert notes.steps("test_accuracy") == [0, 2, 4, 10, 20]
+
+
+def test_a_loss_that_is_not_finite_ends_training() -> None:
+    class Cliff(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6, 2))
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += self.training
+            return x @ self.weight * (math.inf if self.calls == 8 else 1.0)
+
+    notes, seen = trained(Cliff(), TrainingConfig(steps=25, batch=5), normalized=False)
+    assert notes.status == "diverged"
+    assert seen[-1] == 7
+    assert notes.t == 8
+    assert 25 not in notes.steps("test_accuracy")
+
+
+def test_training_goes_on_from_a_later_step() -> None:
+    notes, seen = trained(network(), TrainingConfig(steps=14, batch=5), start=10)
+    assert seen == [10, 11, 12, 13, 14]
+    assert notes.steps("test_accuracy") == [10, 14]
+
+
+def test_accuracy_uses_population_statistics_and_leaves_every_mode_and_buffer_alone() -> None:
+    model, data = network(), dataset()
+    trained(model, TrainingConfig(steps=9, batch=5))
+    model.train()
+    model[1].eval()  # a frozen normalizer
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = accuracy(model, data.test_inputs, data.test_targets, chunk=4)
+    assert [module.training for module in model] == [True, False, True, True, True]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.eval()
+    assert found == (model(data.test_inputs).argmax(1) == data.test_targets).double().mean().item()
+    with pytest.raises(ValueError, match="no examples"):
+        accuracy(model, data.test_inputs[:0], data.test_targets[:0])
