@@ -142,8 +142,8 @@ class TrainingConfig(Frozen):
 class EvaluationConfig(Frozen):
     """Held-out accuracy and training loss: every ``every`` steps, and every ``early_every`` up to ``early_until``.
 
-    Besides, where ``fixed`` is not 0, accuracy and loss on so many fixed training examples, every ``fixed_every`` steps:
-    what steps to a target are counted with.
+    Besides, where ``fixed`` is not 0, accuracy and loss on so many fixed training examples, every ``fixed_every``
+    steps: what steps to a target are counted with.
     """
 
     every: Count = 1000
