@@ -40,8 +40,8 @@ class DriftFields(MnistFields):
 
     steps: Count = Field(10_000, description="updates")
     drift_every: Count = Field(100, description="steps between two records of drift")
-    floor_every: Count = Field(10, description="records between two measurements of the sampling floor")
-    path_every: Count = Field(10, description="steps between the records whose drifts add up to a path")
+    floor_every: Count = Field(20, description="records between two measurements of the sampling floor")
+    path_every: Count = Field(20, description="steps between the records whose drifts add up to a path")
     epoch: Count = Field(1000, description="steps of an epoch in the referee's test")
     epochs: Count = Field(5, description="epochs the referee's test looks at")
     pool: Annotated[int, Field(ge=1, le=60_000)] = Field(6000, description="examples that other minibatches come from")
@@ -116,7 +116,7 @@ def probes(config: RunConfig, data: Dataset, streams: Streams) -> Sequence[Probe
                     reference=reference,
                     signal=signal,
                     mode=mode,
-                    floor_every=measures.floor_every,
+                    floor_every=measures.floor_every if reference == "previous" else None,  # the same for both
                     seed=config.seed,
                     when=rarely,
                     name=f"drift.{reference}.{point}.{mode}",
