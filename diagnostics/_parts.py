@@ -130,7 +130,7 @@ class Parts:
         shapes = tuple([array.shape for array in arrays])
         unit_key = None
         if units is not None:
-            units = np.asarray(units)
+            units = np.asarray(units) if np.size(units) else np.zeros(0, np.int32)
             unit_key = (units.dtype.str, units.shape, units.tobytes())
         key = (probe, layer, mode, tuple(values), shapes, unit_key)
         try:

@@ -26,7 +26,7 @@ from diagnostics.taps import SIGNALS, Layers, Listening, Signal, Tap, resolve
 __all__ = ["Activations"]
 
 _SMALL = 1 << 15  # values up to which handing work to another thread costs more than doing it
-_Kept: TypeAlias = "quantiles.Rows | Future[Summary]"
+_Kept: TypeAlias = "quantiles.UnitRows | Future[Summary]"
 
 
 class Activations:

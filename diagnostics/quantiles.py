@@ -34,10 +34,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Rows", "Summary", "prepare", "submit", "summarize", "summarize_many", "summarize_rows"]
+__all__ = ["Summary", "prepare", "submit", "summarize", "summarize_many", "summarize_rows"]
 
 Floats: TypeAlias = NDArray[np.float64]
-Rows: TypeAlias = "NDArray[Any] | torch.Tensor"
+UnitRows: TypeAlias = "NDArray[Any] | torch.Tensor"
 """What :func:`prepare` returns: (U, M) float32 or float64, on the CPU a numpy array, on CUDA a tensor still there."""
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -89,7 +89,7 @@ def summarize(x: torch.Tensor, q: Sequence[float], unit_dim: int = 1, *, threads
     return _reduce(_units_first(x, unit_dim), _checked(q), _count_threads(threads))
 
 
-def prepare(x: torch.Tensor, unit_dim: int = 1, *, threads: int | None = None) -> Rows:
+def prepare(x: torch.Tensor, unit_dim: int = 1, *, threads: int | None = None) -> UnitRows:
     """Copy ``x`` to contiguous rows (U, M), so that whatever later overwrites ``x`` in place does not matter.
 
     The half of :func:`summarize` that must happen at once, in a hook; :func:`summarize_rows` or :func:`submit` is the
@@ -103,7 +103,7 @@ def prepare(x: torch.Tensor, unit_dim: int = 1, *, threads: int | None = None) -
     return rows
 
 
-def summarize_rows(rows: Rows, q: Sequence[float], *, threads: int | None = None) -> Summary:
+def summarize_rows(rows: UnitRows, q: Sequence[float], *, threads: int | None = None) -> Summary:
     """Summarize rows (U, M) made by :func:`prepare`. They are not changed; arguments as in :func:`summarize`.
 
     The copies, sorts, selections and sums release the interpreter lock, on rows of thousands of values nearly all of
@@ -121,7 +121,7 @@ def summarize_rows(rows: Rows, q: Sequence[float], *, threads: int | None = None
     return _reduce(rows, _checked(q), _count_threads(threads))
 
 
-def summarize_many(rows: Sequence[Rows], q: Sequence[float], *, threads: int | None = None) -> list[Summary]:
+def summarize_many(rows: Sequence[UnitRows], q: Sequence[float], *, threads: int | None = None) -> list[Summary]:
     """Summarize several prepared signals; those of one small shape go through together, for the price of one call.
 
     A batch of 60 through three layers of 100 units is three (100, 60) arrays: stacked, half the time of three calls.
@@ -148,7 +148,7 @@ def summarize_many(rows: Sequence[Rows], q: Sequence[float], *, threads: int | N
     return [summaries[place] for place in range(len(rows))]
 
 
-def submit(rows: Rows, q: Sequence[float], *, threads: int = 1) -> Future[Summary]:
+def submit(rows: UnitRows, q: Sequence[float], *, threads: int = 1) -> Future[Summary]:
     """Start :func:`summarize_rows` on the shared pool and return at once; ``.result()`` is the summary or its error.
 
     On CUDA the work is queued on the stream that is current here and now. Arguments as in :func:`summarize`.
@@ -226,7 +226,10 @@ def _gather(source: NDArray[Any], rows: NDArray[Any], threads: int) -> None:
         rows.reshape(source.shape)[...] = source
         return
     if not _innermost(source):
-        _share([partial(np.copyto, r.reshape(s.shape), s) for r, s in zip(rows, source, strict=True)], threads)
+        units = max(1, _CHUNK // rows.shape[1])
+        parts = [slice(at, at + units) for at in range(0, len(rows), units)]
+        target = rows.reshape(source.shape)
+        _share([partial(np.copyto, target[part], source[part]) for part in parts], threads)
         return
     flat = np.moveaxis(source, 0, -1).reshape(-1, len(source))  # a view for channels-last and for (N, U)
 
@@ -311,7 +314,8 @@ class _Table:
     def __init__(self, units: int, size: int, dtype: np.dtype[Any], q: tuple[float, ...]) -> None:
         self.size, self.dtype, self.q = size, dtype, q
         self.ranks = _Ranks.of(q, size)
-        self.count = np.full(units, size)
+        self.count = np.empty(units, np.int64)
+        self.count.fill(size)
         self.mean = np.empty(units)
         self.variance = np.empty(units)
         self.picked = np.empty((units, len(self.ranks.picks)))  # values at _Ranks.picks
@@ -320,11 +324,13 @@ class _Table:
 
     def summary(self) -> Summary:
         q = len(self.q)
-        low, high = self.picked[:, 0].copy(), self.picked[:, 1].copy()
+        low, high = self.picked[:, :2].T.copy()
         base, below, above = (self.picked[:, 2 + i * q : 2 + (i + 1) * q] for i in range(3))
         mean = np.minimum(np.maximum(self.mean, low), high)
         if self.dtype == np.float32:
-            quantiles = base + (above - below) * self.slope
+            quantiles = above - below
+            quantiles *= self.slope
+            quantiles += base
         else:
             quantiles = _interpolate_any(base, below, above, self.slope)
         return Summary(self.count, self.size - self.count, mean, self.variance, low, high, quantiles)
@@ -364,34 +370,39 @@ def _short_rows(source: NDArray[Any], table: _Table, at: int) -> None:
     rows.reshape(source.shape)[...] = source
     rows.sort(axis=1)
     here = slice(at, at + units)
-    strange: NDArray[np.intp] | tuple[()] = ()
+    strange: Sequence[int] = ()
     with np.errstate(over="ignore", invalid="ignore"):
         table.picked[here] = rows.take(table.ranks.picks, axis=1)
         wide = rows.astype(np.float64)
         mean, second = _row_sums(wide)
-        # NaN, infinities and float64 squares out of range all show in the sums.
-        if not second.max() < _SAFE[1] or (table.dtype == np.float64 and not second.min() > _SAFE[0]):
-            strange = np.flatnonzero(~((second > _SAFE[0]) & (second < _SAFE[1])))
         variance = second - mean * mean
-        if (variance < second * _CANCELLED).any():
+        # False where too much cancelled, and where a NaN or an infinity went into the sums.
+        sound = variance >= second * _CANCELLED
+        if table.dtype == np.float64:
+            sound &= (second > _SAFE[0]) & (second < _SAFE[1])
+        if not sound.all():
+            equal = rows[:, 0] == rows[:, -1]
+            strange = np.flatnonzero(~(second < _SAFE[1]) | ~(second > _SAFE[0]) & ~equal).tolist()
             wide -= mean[:, None]
             rest, second = _row_sums(wide)
-            mean += rest
-            variance = np.maximum(second - rest * rest, 0.0)
-            variance[rows[:, 0] == rows[:, -1]] = 0.0
+            # Row by row, so that no unit's last bit depends on its company.
+            mean = np.where(sound, mean, mean + rest)
+            variance = np.where(sound, variance, np.where(equal, 0.0, np.maximum(second - rest * rest, 0.0)))
     table.mean[here] = mean
     table.variance[here] = variance
-    if len(strange):
+    if strange:
         desk = _Desk(size, table.dtype)
         for unit in strange:
-            _one_row(rows[unit], table, at + int(unit), desk)
+            _one_row(rows[unit], table, at + unit, desk)
 
 
 def _row_sums(wide: Floats) -> tuple[Floats, Floats]:
     """Means of ``d`` and of ``d * d`` for each row d of ``wide`` (u, M), by calls of BLAS too small for its threads."""
     size = wide.shape[1]
     ones = np.ones(min(size, _BLOCK))
-    first = second = np.zeros(())
+    if size <= _BLOCK:
+        return np.vecdot(wide, ones) / size, np.vecdot(wide, wide) / size
+    first = second = np.zeros(len(wide))
     for start in range(0, size, _BLOCK):
         part = wide[:, start : start + _BLOCK]
         first = first + np.vecdot(part, ones[: part.shape[1]])

@@ -44,6 +44,18 @@ if TYPE_CHECKING:
     from diagnostics._parts import Parts
 
 FORMAT = 1
+__all__ = [
+    "RecordError",
+    "RunWriter",
+    "State",
+    "Status",
+    "read_config",
+    "read_run",
+    "read_status",
+    "require_finished",
+    "run_id",
+]
+
 State: TypeAlias = Literal["running", "complete", "diverged", "failed"]
 _STATES = ("running", "complete", "diverged", "failed")
 _FINISHED = ("complete", "diverged")
@@ -160,6 +172,7 @@ def read_run(
         RecordError: If there is no record or one of another format, if a name occurs nowhere in it, if a column does
             not exist, or if a file is damaged.
     """
+    import pandas as pd
     import pyarrow as pa
     import pyarrow.dataset as ds
 
@@ -180,9 +193,10 @@ def read_run(
     keep: list[Any] = []
     for column, given in {"probe": probe, "layer": layer, "statistic": statistic, "mode": mode}.items():
         if given is not None:
-            names[column] = [given] if isinstance(given, str) else list(given)
-            if not all(isinstance(name, str) for name in names[column]):
+            several = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
+            if not all(isinstance(name, str) for name in several):
                 raise RecordError(f"{column} is a string or a list of strings, not {given!r}")
+            names[column] = several
             keep.append(ds.field(column).isin(pa.array(names[column], pa.string())))
     if unit is not None:
         units = [_whole(one, "unit", -1) for one in (unit if isinstance(unit, Iterable) else [unit])]
@@ -213,8 +227,10 @@ def read_run(
         frame: pd.DataFrame = table.select(list(wanted)).to_pandas()
     except (OSError, pa.ArrowException) as error:
         raise RecordError(f"the parts of {folder} cannot be read (damaged, or replaced meanwhile): {error}") from error
+    nothing = pd.Index([""])[:0]  # pyarrow gives no categories another type than some
     for column in set(wanted) & {"probe", "layer", "statistic", "mode"}:
-        frame[column] = frame[column].cat.remove_unused_categories()
+        names_there = frame[column].cat.remove_unused_categories()
+        frame[column] = names_there if len(frame) else names_there.cat.set_categories(nothing)
     frame.attrs["status"] = status.status
     frame.attrs["config"] = config
     return frame
@@ -326,13 +342,10 @@ class RunWriter:
         Raises:
             RecordError: If ``step`` is less than in an earlier call, or if the disk failed.
         """
-        if step < self._limit:
-            if step != self._step or self._parts is None:
-                self._go_to(step)
-            return False
-        if self._parts is None:
-            raise RecordError(f"the writer of {self._folder} is closed")
         step = _whole(step, "step", 0)
+        if step < self._limit or self._parts is None:
+            self._go_to(step)
+            return False
         while self._limit <= step:
             self._finish_part()
             self._step = self._saved = self._limit
@@ -519,14 +532,16 @@ def part_name(number: int) -> str:
 
 
 def write_atomically(file: Path, data: bytes) -> None:
-    """Give ``file`` the content ``data``, so that at any moment it has all of the old or all of the new one."""
+    """Give ``file`` the content ``data``, so that at any moment it has all of the old or all of the new one.
+
+    After a power failure it may be the old one; the content is on disk before the name is.
+    """
     temporary = file.with_name(f".{file.name}.tmp")
     with temporary.open("wb") as stream:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(file)
-    sync_folder(file.parent)
 
 
 def sync_folder(folder: Path) -> None:

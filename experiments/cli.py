@@ -305,7 +305,7 @@ def _print_table(title: str, table: pd.DataFrame) -> None:
         shown.add_column(str(name), justify="left" if table[name].dtype.kind in "OUT" else "right")
     for row in table.itertuples(index=False):
         shown.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row))
-    Console().print(shown)
+    Console(width=None if sys.stdout.isatty() else 120).print(shown)
 
 
 def _version() -> str:

@@ -35,7 +35,7 @@ def allowed(package, path, module):
     if package == "diagnostics":
         return owner == "torch"
     if package == "analysis":
-        return module.startswith("diagnostics.record")
+        return module == "diagnostics.record" or module.startswith("diagnostics.record.")
     return owner in ("diagnostics", "torch") or (owner == "analysis" and path.name == "cli.py")
 
 

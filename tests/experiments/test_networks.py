@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.networks import mlp
-from experiments.normalizers import Batch, none
+from experiments.networks import deep_linear, mlp, vgg
+from experiments.normalizers import Batch, Layer, NoiseOnly, NoisyBatch, none
 
 
 def generator(seed=0):
@@ -55,20 +55,109 @@ def test_a_bias_stands_where_the_normalizer_does_not_shift():
     assert make_mlp(lambda features: Batch(features, affine=False)).hidden1.linear.bias is None
 
 
-def test_arms_share_the_weights_of_a_seed_and_seeds_differ():
-    for a, b, c in zip(*map(weights, (make_mlp(none), make_mlp(Batch), make_mlp(none, seed=1))), strict=True):
-        assert torch.equal(a, b)
-        assert not torch.equal(a, c)
+def make_vgg(normalizer=none, seed=0, **changes):
+    settings = {"layout": "A", "width": 0.125, "channels": 3, "size": 32, "outputs": 10, "activation": "relu"} | changes
+    return vgg(**{"glorot": "uniform"} | settings, normalizer=normalizer, generator=generator(seed))
 
 
-def test_initialization_draws_from_the_given_generator_alone():
+def make_deep_linear(normalizer=none, seed=0, **changes):
+    settings = {"width": 10, "depth": 5, "glorot": "normal", "normalize_last": True} | changes
+    return deep_linear(**settings, normalizer=normalizer, generator=generator(seed))
+
+
+MAKERS = [make_mlp, make_vgg, make_deep_linear]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_arms_share_the_weights_of_a_seed_and_seeds_differ(make):
+    noise = generator(9)
+    arms = [
+        none,
+        Batch,
+        Layer,
+        lambda features: NoisyBatch(features, generator=noise),
+        lambda features: NoiseOnly(features, generator=noise),
+    ]
+    expected, other = weights(make()), weights(make(seed=1))
+    for arm in arms:
+        for weight, same, different in zip(weights(make(arm)), expected, other, strict=True):
+            assert torch.equal(weight, same)
+            assert not torch.equal(weight, different)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_initialization_draws_from_the_given_generator_alone(make):
     torch.manual_seed(4)
     before = torch.get_rng_state()
-    stream = generator()
-    state = stream.get_state()
-    mlp(inputs=12, hidden=(7,), outputs=3, activation="relu", init_std=1, normalizer=Batch, generator=stream)
+    make(Batch)
     assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(stream.get_state(), state)
+
+
+def test_a_network_moves_the_generator_it_was_given():
+    stream = generator()
+    arguments = {"width": 3, "depth": 2, "glorot": "normal", "normalizer": none, "normalize_last": True}
+    first, second = (deep_linear(**arguments, generator=stream) for _ in range(2))
+    assert not torch.equal(first.layer1.linear.weight, second.layer1.linear.weight)
+
+
+@pytest.mark.parametrize(("layout", "stages"), [("A", (1, 1, 2, 2, 2)), ("D", (2, 2, 3, 3, 3))])
+@pytest.mark.parametrize("normalizer", [none, Batch])
+def test_a_vgg_has_the_layers_of_its_layout(layout, stages, normalizer):
+    network = make_vgg(normalizer, layout=layout)
+    names, i = [], 0
+    for stage in stages:
+        for _ in range(stage):
+            i += 1
+            names += [f"features.{i}.{part}" for part in ("conv", "normalizer", "nonlinearity")]
+        names.append(f"features.{i}.pool")
+    assert [n for n, m in network.named_modules() if not isinstance(m, nn.Sequential)] == [*names, "flatten", "output"]
+    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(("layout", "parameters"), [("A", 9_220_480), ("D", 14_714_688)])
+def test_a_vgg_of_full_width_has_the_known_number_of_parameters(layout, parameters):
+    assert sum(p.numel() for p in make_vgg(layout=layout, width=1).features.parameters()) == parameters
+
+
+def test_a_vgg_takes_other_pictures_widths_and_activations():
+    network = make_vgg(channels=1, size=64, width=0.25, outputs=7, activation="tanh")
+    assert network(torch.zeros(2, 1, 64, 64)).shape == (2, 7)
+    assert network.features[0].conv.out_channels == 16
+    assert network.output.in_features == 128 * 4
+    assert isinstance(network.features[3].nonlinearity, nn.Tanh)
+
+
+def test_a_deep_linear_net_is_the_product_of_its_matrices():
+    network = make_deep_linear()
+    x = torch.rand(4, 10, generator=generator(1))
+    expected = x.double()
+    for weight in weights(network):
+        expected = expected @ weight.double().T
+    torch.testing.assert_close(network(x).double(), expected, rtol=1e-4, atol=1e-5)
+    assert [n for n, m in network.named_modules() if not isinstance(m, nn.Sequential)] == [
+        f"layer{i}.{part}" for i in range(1, 6) for part in ("linear", "normalizer")
+    ]
+    assert len(list(network.parameters())) == 5
+
+
+def test_the_last_linear_layer_is_normalized_where_asked():
+    kinds = [[type(layer.normalizer) for layer in make_deep_linear(Batch, normalize_last=n)] for n in (True, False)]
+    assert kinds == [5 * [Batch], 4 * [Batch] + [nn.Identity]]
+
+
+@pytest.mark.parametrize("glorot", ["uniform", "normal"])
+@pytest.mark.parametrize("make", [make_vgg, make_deep_linear])
+def test_glorot_weights_have_the_variance_of_their_fans(make, glorot):
+    sizes = {"width": 0.25} if make is make_vgg else {"width": 100, "depth": 2}
+    for weight in weights(make(glorot=glorot, **sizes)):
+        receptive = weight[0, 0].numel()
+        variance = 2 / (receptive * (weight.shape[0] + weight.shape[1]))
+        values, n = weight.double().flatten(), weight.numel()
+        kurtosis = 9 / 5 if glorot == "uniform" else 3
+        assert abs((values.square().mean().item() / variance - 1) * (n / (kurtosis - 1)) ** 0.5) < 4
+        assert abs(values.mean().item()) < 4 * (variance / n) ** 0.5
+        bound = (3 * variance) ** 0.5
+        assert (values.abs().max().item() <= bound * (1 + 1e-6)) == (glorot == "uniform")
 
 
 def test_weights_have_the_asked_deviation():
@@ -93,3 +182,38 @@ def test_weights_have_the_asked_deviation():
 def test_bad_settings_are_refused_by_name(change, complaint):
     with pytest.raises(ValueError, match=complaint):
         make_mlp(**change)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "complaint"),
+    [
+        (make_vgg, {"layout": "E"}, "layout is A or D, not 'E'"),
+        (make_vgg, {"width": 0.3}, "whole number of the 64 channels of a stage, and 0.3 does not"),
+        (make_vgg, {"width": 0}, "whole number"),
+        (make_vgg, {"size": 28}, "multiple of 32 for five stages of pooling, not 28"),
+        (make_vgg, {"size": 0}, "size must be at least 1"),
+        (make_vgg, {"channels": 0}, "channels must be at least 1"),
+        (make_vgg, {"outputs": 0}, "outputs must be at least 1"),
+        (make_vgg, {"glorot": "he"}, "glorot is uniform or normal, not 'he'"),
+        (make_vgg, {"activation": "gelu"}, "not 'gelu'"),
+        (make_deep_linear, {"width": 0}, "width must be at least 1"),
+        (make_deep_linear, {"depth": 0}, "depth must be at least 1"),
+        (make_deep_linear, {"glorot": "he"}, "glorot is uniform or normal, not 'he'"),
+    ],
+)
+def test_settings_that_make_no_network_are_refused(make, change, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        make(**change)
+
+
+def test_biases_are_zero_and_only_where_nothing_shifts():
+    for make, normalizer, biases in (
+        (make_vgg, none, 9),
+        (make_vgg, Batch, 1),
+        (make_deep_linear, none, 0),
+        (make_deep_linear, Batch, 0),
+    ):
+        layers = [m for m in make(normalizer).modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+        found = [layer.bias for layer in layers if layer.bias is not None]
+        assert len(found) == biases
+        assert all(torch.equal(bias, torch.zeros_like(bias)) for bias in found)

@@ -114,7 +114,8 @@ def test_the_last_accuracy_is_logged_once_when_it_is_also_due() -> None:
     assert notes.steps("test_accuracy") == [0, 2, 4, 10, 20]
 
 
-def test_a_loss_that_is_not_finite_ends_training() -> None:
+@pytest.mark.parametrize("logits", [(math.nan, 0.0), (3e38, -3e38)])  # a loss of NaN, and of infinity
+def test_a_loss_that_is_not_finite_ends_training(logits: tuple[float, float]) -> None:
     class Cliff(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -123,7 +124,7 @@ def test_a_loss_that_is_not_finite_ends_training() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += self.training
-            return x @ self.weight * (math.inf if self.calls == 8 else 1.0)
+            return x @ self.weight + (torch.tensor(logits) if self.calls == 8 else 0)
 
     notes, seen = trained(Cliff(), TrainingConfig(steps=25, batch=5), normalized=False)
     assert notes.status == "diverged"
