@@ -38,10 +38,10 @@ POINTS: dict[str, tuple[str, Signal]] = {
 class DriftFields(MnistFields):
     """The protocol of Figure 1, and what is measured how often."""
 
-    steps: Count = Field(10_000, description="updates")
+    steps: Count = Field(6000, description="updates")
     drift_every: Count = Field(100, description="steps between two records of drift")
     floor_every: Count = Field(20, description="records between two measurements of the sampling floor")
-    path_every: Count = Field(20, description="steps between the records whose drifts add up to a path")
+    path_every: Count = Field(50, description="steps between the records whose drifts add up to a path")
     epoch: Count = Field(1000, description="steps of an epoch in the referee's test")
     epochs: Count = Field(5, description="epochs the referee's test looks at")
     pool: Annotated[int, Field(ge=1, le=60_000)] = Field(6000, description="examples that other minibatches come from")
