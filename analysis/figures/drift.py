@@ -468,7 +468,8 @@ def _caption(study: Study) -> str:
         f"Drift of the mean between records {measures['every']} steps apart, |difference| / sd of a unit over "
         f"{measures['sample']} training images that stay the same, median over units, batch mode. {_seeds(study)} "
         "Means and intervals are taken on the logarithm. Grey: what two random halves of the images differ by at one "
-        "step, from its mean to its 95th percentile (averaged over training, the wider of both arms): an unpaired measurement on half of the images could not tell "
+        "step, from its mean to its 95th percentile (averaged over training, the wider of both arms): an unpaired "
+        "measurement on half of the images could not tell "
         "less from nothing.\n"
         "Middle left: after BN in batch mode a unit's mean is beta and its variance gamma squared, whatever the layers "
         "below do, and what the nonlinearity passes on is a function of it. That stillness is a construction, not a "
@@ -507,7 +508,8 @@ def _progress_caption(study: Study, path: pd.DataFrame) -> str:
     measures = study.setting("measures")
     said = (
         "Left, middle: the change of a unit's mean from one minibatch at step t to another at step t + 1 (thin, what "
-        "is often plotted as drift) and the part of it that the parameters made (thick: the same images at both steps); "
+        "is often plotted as drift) and the part of it that the parameters made (thick: the same images at both "
+        "steps); "
         f"the rest is sampling. Root mean square over units, averaged over hidden layers, mean of {len(study.seeds)} "
         "seeds, batch mode.\n"
     )

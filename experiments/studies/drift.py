@@ -72,8 +72,11 @@ def configure(fields: DriftFields, arm: Arm, seed: int, device: Device) -> RunCo
     """One arm with one seed: the arms differ in the normalizer alone.
 
     Raises:
-        ValueError: If an epoch is not a multiple of the drift's cadence: its ends would not be measured.
+        ValueError: If an epoch is not a multiple of the drift's cadence, or training ends before the last epoch does:
+            its end would not be measured.
     """
+    if fields.steps <= fields.epoch * fields.epochs:
+        raise ValueError(f"steps must be more than {fields.epochs} epochs of {fields.epoch}, got {fields.steps}")
     if fields.epoch % fields.drift_every:
         raise ValueError(f"epoch must be a multiple of drift_every={fields.drift_every}, got {fields.epoch}")
     measures = DriftMeasures(
@@ -165,7 +168,7 @@ STUDY = Study(
         "smoke": Preset(
             seeds=2,
             fields={
-                "steps": 200,
+                "steps": 220,
                 "drift_every": 20,
                 "floor_every": 5,
                 "path_every": 20,
