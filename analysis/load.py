@@ -27,6 +27,7 @@ from diagnostics.record import RecordError, read_config, read_run, read_status, 
 FORMAT = 1
 COLUMNS = ("arm", "seed", "step", "probe", "layer", "unit", "statistic", "mode", "value", "diverged")
 NO_MODE = "-"
+_NAMES = ("arm", "probe", "layer", "statistic", "mode")
 
 
 class StudyError(ValueError):
@@ -134,10 +135,9 @@ def load_study(folder: str | Path) -> Study:
     """Read ``folder``/study.json and the status of every run in it.
 
     Raises:
-        StudyError: If there is no study.json (it says where it looked), it is damaged or of another format, an arm and
-        seed
-            has no run or two, a run's folder is missing or another run than it should be, or runs are not finished
-            (every one is named with its status, and the command that resumes them).
+        StudyError: If there is no study.json (it says where it looked); if it is damaged or of another format; if an
+            arm and seed has no run or two; if a run's folder holds another run, or a record of another format; if runs
+            are missing or not finished (each is named with its status, and the command that resumes them).
     """
     folder = Path(folder)
     description = _read_description(folder)
@@ -205,9 +205,8 @@ def load_records(
     tables = []
     for run in runs:
         table = read_run(run.path, probe=probe, layer=layer, statistic=statistic, unit=unit, steps=steps)
-        if (
-            mode is not None and not table.empty
-        ):  # not left to read_run, which refuses a mode that a record does not have
+        if mode is not None and not table.empty:
+            # Not left to read_run: it refuses a mode that a record does not have.
             present = ", ".join(sorted(table["mode"].unique()))
             table = table[table["mode"].isin((mode, NO_MODE))]
             if table.empty:
@@ -215,10 +214,8 @@ def load_records(
         if table.empty:
             raise StudyError(f"run {run.path.name} has no row of {_described(probe, layer, statistic, unit, steps)}")
         table.attrs = {}  # a run's configuration is not the study's
-        tables.append(table.assign(arm=run.arm, seed=run.seed, diverged=run.diverged))
-    names = {"arm", *(column for table in tables for column in table.select_dtypes("category"))}
-    joined = pd.concat([table.astype(dict.fromkeys(names, object)) for table in tables], ignore_index=True)
-    return joined.astype(dict.fromkeys(names, "category"))[list(COLUMNS)]
+        tables.append(table.assign(arm=pd.Categorical([run.arm] * len(table)), seed=run.seed, diverged=run.diverged))
+    return _joined(tables)[list(COLUMNS)]
 
 
 def spread_modes(table: pd.DataFrame) -> pd.DataFrame:
@@ -230,9 +227,18 @@ def spread_modes(table: pd.DataFrame) -> pd.DataFrame:
     if not modes:
         return table
     plain = table[table["mode"] == NO_MODE]
-    parts = [table[table["mode"] != NO_MODE], *(plain.assign(mode=mode) for mode in modes)]
-    joined = pd.concat([part.astype({"mode": object}) for part in parts], ignore_index=True)
-    return joined.astype({"mode": "category"})
+    copies = (plain.assign(mode=pd.Categorical([mode] * len(plain))) for mode in modes)
+    return _joined([table[table["mode"] != NO_MODE], *copies])
+
+
+def _joined(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """One below the other; names stay categoricals, where concat would turn unequal ones into strings."""
+    parts = list(tables)
+    for column in _NAMES:
+        names = [part[column].astype("category").cat.remove_unused_categories() for part in parts]
+        known = list(dict.fromkeys(name for one in names for name in one.cat.categories))
+        parts = [part.assign(**{column: one.cat.set_categories(known)}) for part, one in zip(parts, names, strict=True)]
+    return pd.concat(parts, ignore_index=True)
 
 
 def _described(*filters: object) -> str:

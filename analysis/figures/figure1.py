@@ -50,7 +50,6 @@ _STYLES = (style.WITHOUT_BN, style.WITH_BN)
 _FLOOR = 0.7  # where the paper's accuracy axis begins
 _MILESTONES = tuple(m * 10**k for k in range(2, 7) for m in (1, 2, 5))
 _GRID_COLUMNS = 10
-_FAINT = "#8C8C8C"
 
 
 @dataclass(frozen=True)
