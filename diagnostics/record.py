@@ -363,7 +363,8 @@ class RunWriter:
             counts: Numbers of events, by name.
 
         Raises:
-            RecordError: If ``status`` or ``counts`` is wrong; if this writer is closed already; if the disk failed (the
+            RecordError: If ``status`` or ``counts`` is wrong; if this writer is closed already; if the disk failed, now
+                or in an earlier call that did not stop the caller from saying ``complete`` or ``diverged`` (then the
                 folder is let go of, and its status says failed if that much could be written).
         """
         if self._parts is None:
@@ -372,8 +373,13 @@ class RunWriter:
             raise RecordError(f"a status is one of {', '.join(_STATES)}, not {status!r}")
         counted = {name: _whole(count, f"counts[{name!r}]", 0) for name, count in (counts or {}).items()}
         try:
-            # A part that an interrupt or error tore is lost, as it is to a kill: from its first step on.
-            if not self._parts.torn and (self._step > self.next_part * self._part_every or not self._parts.empty):
+            begins = self.next_part * self._part_every
+            if self._parts.torn:  # by an interrupt or an error: what the part had is lost, as it is to a kill
+                if status in _FINISHED:
+                    raise RecordError(
+                        f"{self._folder} is not {status}: rows from step {begins} on were lost to an error"
+                    )
+            elif self._step > begins or not self._parts.empty:
                 self._finish_part()
                 self._saved = self._step
             self._put_status(status, error, counted)

@@ -557,8 +557,11 @@ def test_a_torn_part_takes_nothing_more(tmp_path: Path, monkeypatch: pytest.Monk
     for use in (lambda: record.write(5, "p", "l", {"s": 1.0}), lambda: record.advance(10)):
         with pytest.raises(RecordError, match="lost to an earlier error"):
             use()
-    record.close("failed")
+    with pytest.raises(RecordError, match="is not complete: rows from step 0 on were lost"):
+        record.close("complete")
+    assert read_status(tmp_path / "run").status == "failed"
     assert promised(tmp_path / "run").keys() == {"config.json"}
+    writer(tmp_path / "run", overwrite=True).close("complete")
 
 
 # ---------------------------------------------------------------- the folder
@@ -933,7 +936,6 @@ def test_memory_is_bounded_whatever_the_length_of_a_part(tmp_path: Path, monkeyp
         for step in range(300):
             for layer in ("h1", "h2", "h3"):
                 record.write(step, "p", layer, values)
-            # Shapes that never come back must not pile up.
             record.write(step, "p", "h4", values, units=rng.choice(10**6, 100, replace=False))
             record.advance(step + 1)
             arrow = max(arrow, pa.total_allocated_bytes())
@@ -946,6 +948,17 @@ def test_memory_is_bounded_whatever_the_length_of_a_part(tmp_path: Path, monkeyp
     assert peak < 24 * 2**20
     assert arrow < 24 * 2**20
     assert len(read_run(tmp_path / "run", columns=["value"])) == 300 * 3600
+
+
+def test_shapes_that_never_come_back_are_let_go_of(tmp_path: Path) -> None:
+    with writer(tmp_path / "run") as record:
+        assert record._parts is not None
+        buffers = record._parts.buffered_bytes
+        assert buffers == 2 * 16 * (8 + 5 * 4 + 8)
+        for number in range(100):
+            record.write(0, "p", "l", {"s": np.ones(10)}, units=np.arange(10) + 10 * number)
+            assert record._parts.buffered_bytes <= buffers + 4 * 16 * 5 * 4
+    assert len(read_run(tmp_path / "run")) == 1000
 
 
 def test_importing_the_module_loads_nothing_heavy() -> None:
