@@ -25,7 +25,7 @@ CONFIG = RunConfig(
     seed=3,
     network=MLPConfig(inputs=6, hidden=(5,), outputs=2, init_std=0.5),
     normalizer=NormalizerConfig(kind="batch"),
-    # momentum, so that the optimizer has something to forget; 6 batches an epoch, so that parts end in the middle of one
+    # momentum, so that the optimizer has something to forget; 6 batches an epoch, so that parts end within one
     training=TrainingConfig(steps=230, batch=6, momentum=0.9),
     evaluation=EvaluationConfig(every=10, early_every=5, early_until=20),
 )
