@@ -41,7 +41,7 @@ off ``lead``. With n = m, ``wasserstein1`` is the mean of ``|p_(i) - q_(i)|`` ov
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -64,6 +64,7 @@ DISTANCES = (
     "ks",
     "energy",
 )
+_POOLED = frozenset(DISTANCES) - {"mean_shift", "std_shift", "kl_gaussian"}  # more than moments is needed
 BINS = 20
 LARGEST = 2.0**900  # of a float64: (largest difference) * (n m)^2 * N must not overflow
 
@@ -223,9 +224,11 @@ def distances(
     if shape:
         p, q = p.standardized(), q.standardized()
     matched = p.size == q.size and np.array_equal(p.count, q.count)
-    pool = _merge(p, q) if _needs_pool(names, matched) else None
-    transport = _matched_transport(p, q) if matched and "wasserstein1" in names else None
-    values = _evaluate(names, p.moments, q.moments, pool, transport)
+    raw = {"wasserstein1": _matched_transport(p, q)} if matched and "wasserstein1" in names else {}
+    pooled = _POOLED.intersection(names).difference(raw)
+    if pooled:
+        raw |= _merge(p, q).measures(pooled)
+    values = _evaluate(names, p.moments, q.moments, raw)
     few = np.minimum(p.count, q.count) < 2
     for value in values.values():
         value[few] = np.nan
@@ -342,9 +345,8 @@ def _moments(ordered: Floats, count: Integers) -> Moments:
     unit = np.arange(len(ordered))
     center = np.where(count > 0, ordered[unit, count // 2], np.nan)
     deviation = ordered - center[:, None]
-    missing = np.arange(ordered.shape[1]) >= count[:, None]
-    if missing.any():
-        deviation[missing] = 0.0
+    if count.min() < ordered.shape[1]:
+        deviation[np.arange(ordered.shape[1]) >= count[:, None]] = 0.0
     deviation, exponent = _scaled(deviation, np.maximum(-deviation[:, 0], deviation[unit, count - 1]))
     divisor = np.maximum(count, 1)
     mean = deviation.sum(axis=1) / divisor
@@ -382,28 +384,26 @@ def _pair(p: Sample, q: Sample) -> tuple[Sample, Sample]:
 class _Pool:
     """N pooled values of U units in ascending order, missing ones last and equal to the largest."""
 
-    gaps: Floats  # (U, N - 1) from one pooled value to the next; 0 within a tie
+    gaps: Floats  # (U, N) from one pooled value to the next; 0 within a tie and after the last
     lead: Floats  # (U, N) m #{p <= z_k} - n #{q <= z_k}, exact integers; means nothing inside a tie
     n: Integers  # (U,) finite values of p
     m: Integers  # (U,) finite values of q
 
-    def transport(self) -> Floats:
-        """(U,) integral |F - G| dx."""
-        total: Floats = np.einsum("ij,ij->i", np.abs(self.lead[:, :-1]), self.gaps)
-        return total / self._scale
-
-    def energy(self) -> Floats:
-        """(U,) sqrt(2 integral (F - G)^2 dx)."""
-        lead = self.lead[:, :-1]
-        total: Floats = np.einsum("ij,ij->i", lead * lead, self.gaps)
-        return np.sqrt(2 * total) / self._scale
-
-    def ks(self) -> Floats:
-        """(U,) max |F - G|."""
-        lead = np.abs(self.lead[:, :-1])
-        lead *= self.gaps > 0
-        largest: Floats = lead.max(axis=1)
-        return largest / self._scale
+    def measures(self, names: Collection[str]) -> dict[str, Floats]:
+        """Those of ``names`` a pool knows, (U,), ``wasserstein1`` and ``energy`` not yet scaled. Uses up ``lead``."""
+        found: dict[str, Floats] = {}
+        scale = np.maximum(self.n.astype(np.float64) * self.m, 1.0)
+        if not {"kl_histogram", "jensen_shannon"}.isdisjoint(names):
+            shares = self.shares()
+            found |= {"kl_histogram": _kl_histogram(*shares), "jensen_shannon": _jensen_shannon(*shares)}
+        size = np.abs(self.lead, out=self.lead)
+        if "wasserstein1" in names:  # integral |F - G| dx
+            found["wasserstein1"] = np.einsum("ij,ij->i", size, self.gaps) / scale
+        if "ks" in names:
+            found["ks"] = (size * (self.gaps > 0)).max(axis=1) / scale
+        if "energy" in names:  # sqrt(2 integral (F - G)^2 dx)
+            found["energy"] = np.sqrt(2 * np.einsum("ij,ij->i", np.square(size, out=size), self.gaps)) / scale
+        return found
 
     def shares(self) -> tuple[Floats, Floats]:
         """The histograms of p and q, each (U, BINS); 1 in both for a bin that does not exist."""
@@ -411,8 +411,8 @@ class _Pool:
         n, m, pooled = self.n[:, None], self.m[:, None], (self.n + self.m)[:, None]
         rank = np.maximum(-(-np.arange(1, BINS + 1) * pooled // BINS), 1) - 1
         # Where the tie of each edge ends: the next place in the flattened array that a gap follows.
-        closing = np.ones((units, total), dtype=np.bool_)
-        np.greater(self.gaps, 0, out=closing[:, :-1])
+        closing = self.gaps > 0
+        closing[:, -1] = True
         places = np.flatnonzero(closing)
         start = total * np.arange(units)[:, None]
         end = places[np.searchsorted(places, start + rank)] - start
@@ -425,10 +425,6 @@ class _Pool:
         share_p = np.where(exists, (count_p + 0.5) / np.maximum(n + smoothing, 1), 1.0)
         share_q = np.where(exists, (count_q + 0.5) / np.maximum(m + smoothing, 1), 1.0)
         return share_p, share_q
-
-    @property
-    def _scale(self) -> Floats:
-        return np.maximum(self.n.astype(np.float64) * self.m, 1.0)
 
 
 def _merge(p: Sample, q: Sample) -> _Pool:
@@ -447,18 +443,20 @@ def _merge(p: Sample, q: Sample) -> _Pool:
     if ragged:
         largest = pooled[np.arange(units), np.maximum(p.count + q.count, 1) - 1]
         np.minimum(pooled, np.where(np.isinf(largest), 0.0, largest)[:, None], out=pooled)
-    return _Pool(np.diff(pooled, axis=1), _running_sum(step), p.count, q.count)
+    return _Pool(_gaps(pooled), _running_sum(step), p.count, q.count)
+
+
+def _gaps(ordered: Floats) -> Floats:
+    """(U, N) from each of ``ordered`` (U, N) to the next of its row, and 0 after the last."""
+    gaps = np.zeros_like(ordered)
+    np.subtract(ordered[:, 1:], ordered[:, :-1], out=gaps[:, :-1])
+    return gaps
 
 
 def _running_sum(x: Floats) -> Floats:
-    """Cumulative sum along each row of ``x`` (U, N); torch's is four times as fast as numpy's."""
-    sums: Floats = torch.cumsum(torch.from_numpy(x), dim=1).numpy()
-    return sums
-
-
-def _needs_pool(names: tuple[str, ...], matched: bool) -> bool:
-    pooled = {"kl_histogram", "jensen_shannon", "ks", "energy"}
-    return not pooled.isdisjoint(names) or ("wasserstein1" in names and not matched)
+    """Cumulative sum along each row of ``x`` (U, N), in place; torch's is four times as fast as numpy's."""
+    torch.from_numpy(x).cumsum_(dim=1)
+    return x
 
 
 def _matched_transport(p: Sample, q: Sample) -> Floats:
@@ -475,15 +473,10 @@ def _matched_transport(p: Sample, q: Sample) -> Floats:
 # The distances.
 
 
-def _evaluate(
-    names: tuple[str, ...], p: Moments, q: Moments, pool: _Pool | None, transport: Floats | None
-) -> dict[str, Floats]:
-    """Every distance of ``names`` (U,); ``transport`` replaces the pool's where it is known already."""
+def _evaluate(names: tuple[str, ...], p: Moments, q: Moments, raw: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Every distance of ``names``, in the shape of the moments; ``raw`` is what comes from the order of the values."""
     sd = np.hypot(np.maximum(p.sd, q.sd), np.minimum(p.sd, q.sd)) / np.sqrt(2.0)
     moved = np.abs((p.center - q.center) + (p.offset - q.offset))
-    if transport is None and pool is not None and "wasserstein1" in names:
-        transport = pool.transport()
-    shares = pool.shares() if pool is not None and not {"kl_histogram", "jensen_shannon"}.isdisjoint(names) else None
 
     def value(name: str) -> Floats:
         match name:
@@ -493,17 +486,12 @@ def _evaluate(
                 return _std_shift(p.sd, q.sd, moved)
             case "kl_gaussian":
                 return _kl_gaussian(p.sd, q.sd, moved)
-            case "wasserstein1" if transport is not None:
-                return _per(transport, sd)
-            case "kl_histogram" if shares is not None:
-                return _kl_histogram(*shares)
-            case "jensen_shannon" if shares is not None:
-                return _jensen_shannon(*shares)
-            case "ks" if pool is not None:
-                return pool.ks()
-            case "energy" if pool is not None:
-                return _per(pool.energy(), np.sqrt(sd))
-        raise AssertionError(f"{name} was checked and prepared for above")
+            case "wasserstein1":
+                return _per(raw[name], sd)
+            case "energy":
+                return _per(raw[name], np.sqrt(sd))
+            case _:
+                return raw[name]
 
     return {name: value(name) for name in names}
 
@@ -557,48 +545,61 @@ def _floor_of_whole(
     """
     names = tuple(found)
     rows = np.ascontiguousarray(sample.values.T[whole])
-    count = sample.count[whole]
+    raw = _half_pools(rows, sample.sorted[whole], halves, _POOLED.intersection(names))
     first, second = _half_moments(rows, sample.moments.center[whole], halves)
-    pooled = _needs_pool(names, matched=False)
-    order = rows.argsort(axis=1) if pooled else None
-    gaps = np.diff(sample.sorted[whole], axis=1)
+    for name, value in _evaluate(names, first, second, raw).items():
+        found[name][:, whole] = value
+
+
+def _half_pools(
+    rows: NDArray[np.floating[Any]], ordered: Floats, halves: NDArray[np.bool_], names: Collection[str]
+) -> dict[str, Floats]:
+    """What `_Pool.measures` finds between the halves of ``rows`` (U, n), and of the same ``ordered``: (splits, U)."""
+    found = {name: np.empty((len(halves), len(rows))) for name in names}
+    if not found:
+        return found
+    n, m = int(halves[0].sum()), int((~halves[0]).sum())
+    sizes = [np.full(len(rows), size, dtype=np.int64) for size in (n, m)]
+    order, gaps = rows.argsort(axis=1), _gaps(ordered)
+    lead = np.empty(rows.shape)  # the same for every split: fresh memory costs as much as the sums
     for s, half in enumerate(halves):
-        n = int(half.sum())
-        m = len(half) - n
-        pool = None
-        if order is not None:
-            lead = _running_sum(np.where(half, float(m), float(-n)).take(order))
-            pool = _Pool(gaps, lead, np.full_like(count, n), np.full_like(count, m))
-        for name, value in _evaluate(names, first[s], second[s], pool, None).items():
-            found[name][s, whole] = value
+        np.where(half, float(m), float(-n)).take(order, out=lead, mode="clip")  # "raise" would not write to it directly
+        measured = _Pool(gaps, _running_sum(lead), *sizes).measures(names)
+        for name, value in found.items():
+            value[s] = measured[name]
+    return found
 
 
 def _half_moments(
     rows: NDArray[np.floating[Any]], center: Floats, halves: NDArray[np.bool_]
-) -> tuple[list[Moments], list[Moments]]:
-    """Moments of both halves of ``rows`` (U, n), which are all finite, for each of ``halves`` (splits, n)."""
+) -> tuple[Moments, Moments]:
+    """Moments (splits, U) of both halves of ``rows`` (U, n), which are all finite, for each of ``halves``."""
     deviation = rows - center[:, None]
     deviation, exponent = _scaled(deviation, np.abs(deviation).max(axis=1))
     # torch.tensor copies into memory of its own alignment, on which the last bits of a matrix product can depend.
-    first_order, second_order = torch.tensor(deviation.T), torch.tensor(np.square(deviation).T)
+    powers = [torch.tensor(power).T for power in (deviation, np.square(deviation))]
 
-    def moments(members: NDArray[np.bool_]) -> list[Moments]:
+    def moments(members: NDArray[np.bool_]) -> Moments:
         weight = torch.tensor(members, dtype=torch.float64)
-        size = members.sum(axis=1, keepdims=True)
-        mean = (weight @ first_order).numpy() / size
-        square = (weight @ second_order).numpy() / size
+        mean, square = ((weight @ power).numpy() / members.sum(axis=1, keepdims=True) for power in powers)
         variance = square - mean**2
         # The sample's median need not lie within a half: where digits cancelled, look at the half itself.
         thin = variance < 0.01 * square
-        found = []
-        for s, half in enumerate(members):
-            sd = np.sqrt(np.where(thin[s], 0.0, variance[s]))
-            one = Moments(center.copy(), np.ldexp(mean[s], exponent), np.ldexp(sd, exponent))
-            if thin[s].any():
-                ordered = np.sort(rows[thin[s]][:, half], axis=1).astype(np.float64)
-                exact = _moments(ordered, np.full(len(ordered), ordered.shape[1], dtype=np.int64))
-                one.center[thin[s]], one.offset[thin[s]], one.sd[thin[s]] = exact.center, exact.offset, exact.sd
-            found.append(one)
+        variance[thin] = 0.0
+        found = Moments(
+            np.repeat(center[None], len(members), axis=0),
+            np.ldexp(mean, exponent),
+            np.ldexp(np.sqrt(variance), exponent),
+        )
+        for s in np.flatnonzero(thin.any(axis=1)):
+            ordered = np.sort(rows[thin[s]][:, members[s]], axis=1).astype(np.float64)
+            exact = _moments(ordered, np.full(len(ordered), ordered.shape[1], dtype=np.int64))
+            for whole, part in (
+                (found.center, exact.center),
+                (found.offset, exact.offset),
+                (found.sd, exact.sd),
+            ):
+                whole[s, thin[s]] = part
         return found
 
     return moments(halves), moments(~halves)
