@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import active_children, connection, get_context, parent_process
 from pathlib import Path
 from types import TracebackType
@@ -99,7 +100,7 @@ def _in_process(jobs: Sequence[Job], queue: Sequence[int], board: Board) -> list
 
     outcomes = {}
     for index in queue:
-        outcomes[index] = run(jobs[index], lambda done, index=index: board.note(index, done))  # type: ignore[misc]
+        outcomes[index] = run(jobs[index], partial(board.note, index))
         board.note(index, board.steps[index])
     return [outcomes[index] for index in range(len(jobs))]
 
@@ -112,7 +113,7 @@ def _in_workers(jobs: Sequence[Job], queue: Sequence[int], board: Board, workers
         left = [index for index in left if index not in outcomes]
         # A worker that dies takes the pool with it, and so the runs beside its own. Each goes on alone, from its
         # checkpoint: the one that breaks its pool again is the one that kills.
-        suspects = [index for index in left if board.began(index)] or left
+        suspects = [index for index in left if board.began(index)] or left[:1]
         for index in suspects:
             died = Outcome("failed", "its process ended without a word: killed, or out of memory")
             outcomes[index] = _pool(jobs, [index], board, 1).get(index, died)
@@ -127,8 +128,10 @@ def _pool(jobs: Sequence[Job], queue: Sequence[int], board: Board, workers: int)
     others = set(active_children())
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_settle)
     try:
-        with _deaf_to_interrupts():  # a spawned process inherits what is ignored, from its first instruction
-            futures = {pool.submit(_work, board.path, index, jobs[index]): index for index in queue}
+        # What this process ignores, the processes it spawns ignore from their first instruction.
+        with _deaf_to_interrupts(), suppress(BrokenProcessPool):
+            for index in queue:
+                futures[pool.submit(_work, board.path, index, jobs[index])] = index
         waiting = set(futures)
         while waiting:
             done, waiting = wait(waiting, timeout=TICK, return_when=FIRST_COMPLETED)
@@ -150,7 +153,7 @@ def _work(path: Path, index: int, job: Job) -> Outcome:
         board.note(index, 0)
         from experiments.run import run  # loads torch, once a worker, after its thread count was set
 
-        outcome = run(job, lambda done: board.note(index, done))
+        outcome = run(job, partial(board.note, index))
         board.note(index, job.config.training.steps)
         return outcome
 

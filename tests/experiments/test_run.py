@@ -25,8 +25,8 @@ CONFIG = RunConfig(
     seed=3,
     network=MLPConfig(inputs=6, hidden=(5,), outputs=2, init_std=0.5),
     normalizer=NormalizerConfig(kind="batch"),
-    # momentum, so that the optimizer has something to forget; batches that do not fill an epoch
-    training=TrainingConfig(steps=230, batch=7, momentum=0.9),
+    # momentum, so that the optimizer has something to forget; 6 batches an epoch, so that parts end within one
+    training=TrainingConfig(steps=230, batch=6, momentum=0.9),
     evaluation=EvaluationConfig(every=10, early_every=5, early_until=20),
 )
 
@@ -100,15 +100,21 @@ def test_a_run_leaves_its_configuration_its_environment_and_its_numbers(tmp_path
     assert accuracy.value.iloc[-1] > accuracy.value.iloc[0]
 
 
-def test_the_seed_decides_every_number(tmp_path: Path, whole: dict[str, bytes]) -> None:
-    torch.rand(3)
-    random.random()
-    np.random.rand(3)
-    again, other = tmp_path / "again", tmp_path / "other"
-    run(job(again), ignore)
-    assert content(again) == whole
-    run(job(other, CONFIG.model_copy(update={"seed": 4})), ignore)
-    assert content(other)["part-00000.parquet"] != whole["part-00000.parquet"]
+def test_the_seed_decides_every_number_also_those_drawn_from_global_generators(
+    tmp_path: Path, whole: dict[str, bytes]
+) -> None:
+    drawn = []
+
+    def draw(done: int) -> None:
+        if done == 5:
+            drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+
+    for name, seed in (("one", 3), ("again", 3), ("other", 4)):
+        assert run(job(tmp_path / name, CONFIG.model_copy(update={"seed": seed})), draw) == Outcome("complete")
+    assert content(tmp_path / "one") == content(tmp_path / "again") == whole
+    assert content(tmp_path / "other")["part-00000.parquet"] != whole["part-00000.parquet"]
+    assert drawn[0] == drawn[1]
+    assert not set(drawn[0]) & set(drawn[2])
 
 
 def test_progress_is_assessed_on_the_same_training_examples_in_every_arm(
