@@ -14,6 +14,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import http.client
+import math
 import os
 import tarfile
 import urllib.request
@@ -201,12 +202,11 @@ def read_idx(file: Traversable, sha256: str) -> npt.NDArray[np.uint8]:
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise DatasetError(f"{file} is damaged: its sha256, unpacked, is {found} and should be {sha256}")
-    if content[:3] != b"\x00\x00\x08":
-        raise DatasetError(f"{file} is not an IDX file of unsigned bytes: it begins with {content[:4].hex(' ')}")
-    axes = content[3]
-    start = 4 + 4 * axes
+    if content[:3] != b"\x00\x00\x08" or len(content) < 4 or len(content) < 4 + 4 * content[3]:
+        raise DatasetError(f"{file} is not an IDX file of unsigned bytes: it begins with {content[:8].hex(' ')}")
+    start = 4 + 4 * content[3]
     shape = tuple(int(size) for size in np.frombuffer(content[4:start], dtype=">u4"))
-    if len(shape) != axes or len(content) - start != int(np.prod(shape)):
+    if len(content) - start != math.prod(shape):
         raise DatasetError(f"{file} announces shape {shape} but holds {len(content) - start} values")
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
 

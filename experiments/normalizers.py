@@ -148,10 +148,8 @@ class _Noise(nn.Module):
             mu, sigma = self._levels((examples, x.shape[1]) + (1,) * (x.dim() - 2), source)
         gain = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
         shift = torch.empty_like(gain)
-        _fill(gain, shift, source)
-        torch.add(sigma, gain, alpha=law.deviation, out=gain)
-        torch.add(mu, shift, alpha=law.strength * law.r_mu, out=shift)
-        return gain, shift
+        _fill(gain, law.deviation, shift, law.strength * law.r_mu, source)
+        return gain.add_(sigma), shift.add_(mu)
 
     def get_extra_state(self) -> Tensor:
         """The generator's state, for ``state_dict``."""
@@ -428,8 +426,8 @@ def _on(device: torch.device, generator: torch.Generator) -> torch.Generator:
     return torch.Generator(device).manual_seed(int(seed))
 
 
-def _fill(normal: Tensor, uniform: Tensor, generator: torch.Generator) -> None:
-    """Fill two dense tensors of one shape with independent values of N(0, 1) and U(-1, 1).
+def _fill(normal: Tensor, deviation: float, uniform: Tensor, bound: float, generator: torch.Generator) -> None:
+    """Fill two dense tensors of one shape with independent values of N(0, deviation^2) and U(-bound, bound).
 
     torch's CPU generator makes one word after another: in a convolutional network, where every position wants two, that
     is as much work as the rest of the step. Large tensors on the CPU take their words from a stream of their own:
@@ -437,8 +435,8 @@ def _fill(normal: Tensor, uniform: Tensor, generator: torch.Generator) -> None:
     distribution function of a uniform one, which is vectorized. ``generator`` remains the only state.
     """
     if normal.device.type != "cpu" or normal.numel() < _MANY:
-        normal.normal_(generator=generator)
-        uniform.uniform_(-1, 1, generator=generator)
+        normal.normal_(0, deviation, generator=generator)
+        uniform.uniform_(-bound, bound, generator=generator)
         return
     key = torch.empty(3, dtype=torch.int64).random_(-(2**63), None, generator=generator)
     # by way of a list: a tensor made under a torch.func transform has no storage to share
@@ -448,8 +446,8 @@ def _fill(normal: Tensor, uniform: Tensor, generator: torch.Generator) -> None:
         normal_part, uniform_part = (values[start : start + _CHUNK] for values in flat)
         count = len(normal_part)
         halves = torch.from_numpy(stream.random_raw(count).view(np.int32))
-        normal_part.copy_(halves[:count]).mul_(_UNIT).erfinv_().mul_(math.sqrt(2))
-        uniform_part.copy_(halves[count:]).mul_(_UNIT)
+        normal_part.copy_(halves[:count]).mul_(_UNIT).erfinv_().mul_(math.sqrt(2) * deviation)
+        uniform_part.copy_(halves[count:]).mul_(_UNIT * bound)
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,9 @@ def test_a_missing_file_is_named(tmp_path):
         (b"\x00\x00\x0d\x01\x00\x00\x00\x01\x07", "not an IDX file"),
         (b"", "not an IDX file"),
         (b"\x00\x00\x08\x01\x00\x00\x00\x02\x07", "announces shape"),
-        (b"\x00\x00\x08\x02\x00\x00\x00\x01", "announces shape"),
+        (b"\x00\x00\x08\x01\x00\x00\x00\x01\x07\x07", "announces shape"),
+        (b"\x00\x00\x08", "not an IDX file"),
+        (b"\x00\x00\x08\x02\x00\x00\x00\x01\x07", "not an IDX file"),
     ],
 )
 def test_what_is_no_idx_file_of_bytes_is_refused(tmp_path, content, complaint):
