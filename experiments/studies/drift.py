@@ -38,11 +38,11 @@ POINTS: dict[str, tuple[str, Signal]] = {
 class DriftFields(MnistFields):
     """The protocol of Figure 1, and what is measured how often."""
 
-    steps: Count = Field(6000, description="updates")
+    steps: Count = Field(6500, description="updates")
     drift_every: Count = Field(100, description="steps between two records of drift")
     floor_every: Count = Field(20, description="records between two measurements of the sampling floor")
     path_every: Count = Field(50, description="steps between the records whose drifts add up to a path")
-    epoch: Count = Field(1000, description="steps of an epoch in the referee's test")
+    epoch_records: Count = Field(10, description="records of drift that make an epoch of the referee's test")
     epochs: Count = Field(5, description="epochs the referee's test looks at")
     pool: Annotated[int, Field(ge=1, le=60_000)] = Field(6000, description="examples that other minibatches come from")
     fixed: Annotated[int, Field(ge=1, le=60_000)] = Field(2000, description="training examples the loss is followed on")
@@ -72,18 +72,16 @@ def configure(fields: DriftFields, arm: Arm, seed: int, device: Device) -> RunCo
     """One arm with one seed: the arms differ in the normalizer alone.
 
     Raises:
-        ValueError: If an epoch is not a multiple of the drift's cadence, or training ends before the last epoch does:
-            its end would not be measured.
+        ValueError: If training ends before the last epoch of the referee's test does: its end would not be measured.
     """
-    if fields.steps <= fields.epoch * fields.epochs:
-        raise ValueError(f"steps must be more than {fields.epochs} epochs of {fields.epoch}, got {fields.steps}")
-    if fields.epoch % fields.drift_every:
-        raise ValueError(f"epoch must be a multiple of drift_every={fields.drift_every}, got {fields.epoch}")
+    epoch = fields.epoch_records * fields.drift_every
+    if fields.steps <= epoch * fields.epochs:
+        raise ValueError(f"steps must be more than {fields.epochs} epochs of {epoch}, got {fields.steps}")
     measures = DriftMeasures(
         every=fields.drift_every,
         floor_every=fields.floor_every,
         path_every=fields.path_every,
-        epoch=fields.epoch,
+        epoch=epoch,
         epochs=fields.epochs,
         sample=fields.sample,
         pool=fields.pool,
@@ -172,7 +170,7 @@ STUDY = Study(
                 "drift_every": 20,
                 "floor_every": 5,
                 "path_every": 20,
-                "epoch": 40,
+                "epoch_records": 2,
                 "early_every": 50,
                 "sample": 200,
                 "pool": 600,

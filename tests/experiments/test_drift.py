@@ -14,7 +14,7 @@ from experiments.studies.drift import POINTS, STUDY, DriftFields
 from experiments.study import Job
 
 TINY = {"steps": 5, "hidden": (9, 8), "sample": 50, "pool": 90, "fixed": 40, "fixed_every": 2}
-TINY |= {"drift_every": 2, "path_every": 1, "floor_every": 2, "epoch": 2, "epochs": 2}
+TINY |= {"drift_every": 2, "path_every": 1, "floor_every": 2, "epoch_records": 1, "epochs": 2}
 
 
 def jobs(folder: Path, **fields: Any) -> list[Job]:
@@ -72,9 +72,10 @@ def test_points_are_where_they_say(tiny: dict[str, pd.DataFrame]) -> None:
     assert (cells("none", "activations.nonlinear.batch", "min") > 0).all()
 
 
-def test_an_epoch_that_ends_between_records_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="epoch must be a multiple of drift_every=100, got 150"):
-        jobs(tmp_path, epoch=150)
+def test_an_epoch_is_a_thousand_steps_and_ends_at_a_record(tmp_path: Path) -> None:
+    measures = jobs(tmp_path)[0].config.canonical()["measures"]
+    assert (measures["epoch"], measures["epochs"]) == (1000, 5)
+    assert jobs(tmp_path, drift_every=50)[0].config.canonical()["measures"]["epoch"] == 500
 
 
 def test_a_training_that_ends_before_the_last_epoch_is_refused(tmp_path: Path) -> None:
