@@ -140,11 +140,21 @@ class TrainingConfig(Frozen):
 
 
 class EvaluationConfig(Frozen):
-    """Held-out accuracy and training loss: every ``every`` steps, and every ``early_every`` up to ``early_until``."""
+    """Held-out accuracy and training loss: every ``every`` steps, and every ``early_every`` up to ``early_until``.
+
+    Besides, where ``fixed`` is not 0, accuracy and loss on so many fixed training examples, every ``fixed_every``
+    steps: what steps to a target are counted with.
+    """
 
     every: Count = 1000
     early_every: Count = 100
     early_until: Annotated[int, Field(ge=0)] = 1000
+    fixed: Annotated[int, Field(ge=0)] = 0
+    fixed_every: Count = 50
+
+    def unused(self) -> Mapping[str, str]:
+        """The cadence of what is not evaluated."""
+        return {} if self.fixed else {"fixed_every": "without fixed examples"}
 
     def due(self, step: int) -> bool:
         """Whether ``step`` (updates done so far) is one to evaluate at; the last step always is, by the loop."""

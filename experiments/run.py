@@ -26,7 +26,7 @@ from experiments.datasets import Dataset
 from experiments.environment import describe
 from experiments.seeds import Order, Streams, global_state, load_global_state, seed_globals
 from experiments.study import Job, Outcome, standing
-from experiments.train import cross_entropy, optimizer_for, train
+from experiments.train import Batch, cross_entropy, optimizer_for, train
 
 __all__ = ["make_data", "make_network", "run"]
 
@@ -72,6 +72,7 @@ class _Session:
         self.model = make_network(config.network, config.normalizer, self.streams.torch("init")).to(device)
         self.optimizer = optimizer_for(self.model, config.training)
         self.order = Order(len(self.data.train_inputs), config.training.batch, self.streams.torch("order"))
+        self.fixed = _fixed_examples(self.data, config.evaluation.fixed, self.streams)
         self.recorder = Recorder(
             self.model,
             job.folder,
@@ -100,6 +101,7 @@ class _Session:
             start=self.start,
             normalized=self.config.normalizer.kind != "none",
             progress=progress,
+            fixed=self.fixed,
         )
 
     def state(self) -> dict[str, Any]:
@@ -146,6 +148,21 @@ def make_network(config: NetworkConfig, normalizer: NormalizerConfig, generator:
         normalizer=slot,
         generator=generator,
     )
+
+
+def _fixed_examples(data: Dataset, count: int, streams: Streams) -> Batch | None:
+    """``count`` training examples, the same for every arm of a seed; None for none.
+
+    Raises:
+        ValueError: If the training set has fewer.
+    """
+    if not count:
+        return None
+    if count > len(data.train_inputs):
+        raise ValueError(f"fixed examples must be at most {len(data.train_inputs)}, the training set, got {count}")
+    chosen = torch.randperm(len(data.train_inputs), generator=streams.torch("fixed"))[:count]
+    chosen = chosen.to(data.train_inputs.device)
+    return data.train_inputs[chosen], data.train_targets[chosen]
 
 
 def _on(device: str, data: Dataset) -> Dataset:

@@ -1,10 +1,11 @@
 """One seed, several independent named streams.
 
 Every random draw of a run comes from a stream named for its purpose: ``init`` (weights), ``order`` (which examples, in
-which order), ``noise`` (what a normalizer injects), ``probe`` (the fixed examples that are looked at) and ``dropout``
-(also everything that draws from the process's global generators). A stream's own seed is a hash of the run's seed and
-its name, so that drawing more from one never shifts another: arms of a study that share a seed share weights, batches
-and probe examples, whatever else differs (common random numbers).
+which order), ``noise`` (what a normalizer injects), ``probe`` (the examples that probes look at), ``fixed`` (the
+training examples that progress is assessed on) and ``dropout`` (also everything that draws from the process's global
+generators). A stream's own seed is a hash of the run's seed and its name, so that drawing more from one never shifts
+another: arms of a study that share a seed share weights, batches and examples, whatever else differs (common random
+numbers).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 __all__ = ["STREAMS", "Order", "Streams", "global_state", "load_global_state", "seed_globals"]
 
-STREAMS = ("init", "order", "noise", "probe", "dropout")
+STREAMS = ("init", "order", "noise", "probe", "fixed", "dropout")
 
 
 def stream_seed(seed: int, name: str) -> int:

@@ -283,6 +283,8 @@ def test_what_is_not_finite_is_not_typical():
     table[:, 2] = np.nan  # the last step of a run that diverged
     table[1, 1, 0] = np.inf
     assert statistics.typical_unit(table) == 2
+    table[1, 1, 0] = np.nan
+    assert statistics.typical_unit(table) == 2
     with pytest.raises(ValueError, match="no unit"):
         statistics.typical_unit(np.full((2, 2, 2), np.nan))
 

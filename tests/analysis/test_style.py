@@ -48,7 +48,7 @@ def a_figure():
 def test_files_depend_on_nothing_but_the_numbers(tmp_path):
     here, there, rc = tmp_path / "here", tmp_path / "there", tmp_path / "matplotlibrc"
     exec(PROGRAM, {"folder": str(here)})
-    rc.write_text("font.size: 20\nlines.linewidth: 5\nbackend: pdf\n")
+    rc.write_text("font.size: 20\nxtick.direction: in\naxes.facecolor: red\nbackend: pdf\n")
     elsewhere = {"PYTHONHASHSEED": "7", "SOURCE_DATE_EPOCH": "86400000", "TZ": "Asia/Tokyo", "MATPLOTLIBRC": str(rc)}
     program = f"folder = {str(there)!r}\n{PROGRAM}\nprint('matplotlib.pyplot' in sys.modules)"
     command = [sys.executable, "-c", program]
@@ -144,16 +144,17 @@ def test_a_caption_lies_under_the_axes_and_inside_the_figure(width, height):
 
 
 def test_wrapping_keeps_the_words_and_fills_the_lines():
-    text = "the quick brown fox " * 30 + "\nsecond " + "w" * 300
-    lines = style.wrap(text, 4.0)
-    assert " ".join(lines).split() == text.split()
-    assert lines[-1] == "w" * 300, "a word longer than the line stands alone"
-    measure = FigureCanvasAgg(a_figure()).get_renderer()
+    text = "the quick brown fox jumps over a lazy dog " * 12 + "\nsecond " + "w" * 300
+    renderer = FigureCanvasAgg(a_figure()).get_renderer()
     font = matplotlib.font_manager.FontProperties(family=style.FONT, size=style.CAPTION_SIZE)
-    widths = [measure.get_text_width_height_descent(line, font, False)[0] / style.DPI for line in lines[:-2]]
-    assert max(widths) <= 4.0
-    assert min(widths[:-1]) > 3.4, "no line is much shorter than it must be"
-    assert len(style.wrap(text, 8.0)) < len(lines) < len(style.wrap(text, 4.0, size=12))
+    for width in np.arange(1.5, 6, 0.25):
+        lines = style.wrap(text, width)
+        assert " ".join(lines).split() == text.split()
+        assert lines[-2:] == ["second", "w" * 300], "a new paragraph; a word longer than the line stands alone"
+        widths = [renderer.get_text_width_height_descent(line, font, False)[0] / style.DPI for line in lines[:-2]]
+        assert max(widths) <= width
+        assert min(widths[:-1]) > width - 0.5, "no line is much shorter than it must be"
+    assert len(style.wrap(text, 4.0)) < len(style.wrap(text, 4.0, size=12))
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=6), st.floats(0.01, 3))

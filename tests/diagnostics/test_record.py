@@ -251,6 +251,7 @@ def test_filters_do_not_read_parts_of_other_steps(tmp_path: Path) -> None:
     for number in (0, 3):
         (tmp_path / "run" / "records" / f"part-0000{number}.parquet").write_bytes(b"damaged")
     assert read_run(tmp_path / "run", steps=(10, 30))["step"].tolist() == list(range(10, 30))
+    assert read_run(tmp_path / "run", steps=(15, 25))["step"].tolist() == list(range(15, 25))
     for steps in ((9, 30), (10, 31), None):
         with pytest.raises(RecordError, match=r"cannot be read.*damaged"):
             read_run(tmp_path / "run", steps=steps)
@@ -312,6 +313,16 @@ def test_a_running_record_shows_the_parts_so_far(tmp_path: Path) -> None:
                 same(read_run(tmp_path / "run"), frame_of(scenario_rows(parts * 7)))
                 assert read_status(tmp_path / "run") == Status("running", parts * 7, 7, {}, None)
     same(read_run(tmp_path / "run"), frame_of(scenario_rows(scenario.END)))
+
+
+def test_a_resumed_record_shows_nothing_from_its_start_on(tmp_path: Path) -> None:
+    scenario.train(tmp_path / "run")
+    for start in (23, 14, 10):
+        with writer(tmp_path / "run", start=start, part_every=7) as record:
+            same(read_run(tmp_path / "run"), frame_of(scenario_rows(start)))
+            assert read_status(tmp_path / "run") == Status("running", start, 7, {}, None)
+            record.close("running")
+        same(read_run(tmp_path / "run"), frame_of(scenario_rows(start)))
 
 
 # ---------------------------------------------------------------- a cell is written once, in order

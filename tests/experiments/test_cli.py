@@ -320,13 +320,14 @@ def test_both_doors_lead_to_the_same_house() -> None:
     assert done.stdout == ""
 
 
-# The whole way, in processes of its own.
+# Killed and interrupted, in processes of its own.
+
+RUNS = ("figure1", "--steps", "2500", "--hidden", "4", "--sample", "60", "--seeds", "1", "--out")
 
 
-def started(out: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "experiments", "figure1", "--steps", "4000", "--hidden", "4", "--sample", "60"]
+def started(out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*command, "--seeds", "1", "--out", str(out), *words],
+        [sys.executable, "-m", "experiments", *RUNS, str(out), "--jobs", "2"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -338,33 +339,28 @@ def parts(out: Path) -> dict[str, bytes]:
     return {str(file.relative_to(out)): file.read_bytes() for file in sorted(out.glob("figure1/runs/*/records/*"))}
 
 
-def wait_for(condition: object, process: subprocess.Popen[str]) -> None:
-    assert callable(condition)
-    while not condition():
+def wait_for_parts(out: Path, count: int, process: subprocess.Popen[str]) -> None:
+    while len(list(out.glob("figure1/runs/*/records/part-*"))) < count:
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
 
 
 @pytest.mark.slow
-def test_killed_and_interrupted_the_same_command_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    with started(tmp_path / "whole", "--jobs", "1") as process:
-        process.communicate()
-        assert process.returncode == 0
+def test_killed_and_interrupted_the_same_command_ends_with_the_same_bytes(tmp_path: Path, figures: Figures) -> None:
     out = tmp_path / "out"
-
-    with started(out, "--jobs", "2") as process:  # SIGKILL to the parent alone: its workers must follow it
-        wait_for(lambda: len(parts(out)) >= 2, process)
+    with started(out) as process:  # SIGKILL to the parent alone: its workers must follow it
+        wait_for_parts(out, 2, process)
         process.kill()
         process.communicate()  # the pipes close when the last worker is gone
     assert {read_status(run).status for run in out.glob("figure1/runs/*")} == {"running"}
 
-    with started(out, "--jobs", "2") as process:  # Ctrl-C to everyone, as a terminal does
-        wait_for(lambda: len(parts(out)) >= 5, process)
+    with started(out) as process:  # Ctrl-C to everyone, as a terminal does
+        wait_for_parts(out, 4, process)
         os.killpg(process.pid, signal.SIGINT)
         assert process.communicate() == ("", "whybn: interrupted; the same command goes on from where it stopped\n")
         assert process.returncode == 130
 
-    with started(out) as process:
-        process.communicate()
-        assert process.returncode == 0
+    assert main([*RUNS, str(out), "--jobs", "1"]) == 0
+    assert main([*RUNS, str(tmp_path / "whole"), "--jobs", "1"]) == 0
+    assert len(parts(out)) == 6
     assert parts(out) == parts(tmp_path / "whole")

@@ -17,7 +17,7 @@ from experiments.config import (
     TrainingConfig,
 )
 
-BATCH = RunConfig(seed=0, normalizer=NormalizerConfig(kind="batch"))
+BATCH = RunConfig(seed=0, normalizer=NormalizerConfig(kind="batch"), evaluation=EvaluationConfig(fixed=5))
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

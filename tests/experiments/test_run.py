@@ -111,6 +111,27 @@ def test_the_seed_decides_every_number(tmp_path: Path, whole: dict[str, bytes]) 
     assert content(other)["part-00000.parquet"] != whole["part-00000.parquet"]
 
 
+def test_progress_is_assessed_on_the_same_training_examples_in_every_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assessed = []
+    monkeypatch.setattr(module, "train", lambda *_, fixed, **__: assessed.append(fixed))
+    for name, seed, kind in (("a", 3, "batch"), ("b", 3, "none"), ("c", 4, "none")):
+        evaluation = EvaluationConfig(fixed=25, fixed_every=7)
+        changes = {"evaluation": evaluation, "normalizer": NormalizerConfig(kind=kind), "seed": seed}
+        assert run(job(tmp_path / name, CONFIG.model_copy(update=changes)), ignore) == Outcome("complete")
+    inputs, targets = assessed[0]
+    data = toy()
+    places = [int((data.train_inputs == row).all(dim=1).nonzero()) for row in inputs]
+    assert len(set(places)) == 25
+    assert torch.equal(targets, data.train_targets[places])
+    assert torch.equal(assessed[1][0], inputs)
+    assert not torch.equal(assessed[2][0], inputs)
+
+    beyond = CONFIG.model_copy(update={"evaluation": EvaluationConfig(fixed=41)})
+    assert "at most 40, the training set, got 41" in refusal(tmp_path / "beyond" / "run", beyond)
+
+
 @pytest.mark.parametrize("status", ["complete", "diverged"])
 def test_a_result_is_never_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str) -> None:
     with RunWriter(tmp_path / "run", config=CONFIG.canonical(), environment={}) as writer:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from experiments.config import EvaluationConfig, TrainingConfig
 from experiments.datasets import Dataset
 from experiments.seeds import Order
-from experiments.train import Batch, accuracy, optimizer_for, train
+from experiments.train import Batch, accuracy, assess, optimizer_for, train
 
 
 class Notes:
@@ -152,3 +152,39 @@ def test_accuracy_uses_population_statistics_and_leaves_every_mode_and_buffer_al
     assert found == (model(data.test_inputs).argmax(1) == data.test_targets).double().mean().item()
     with pytest.raises(ValueError, match="no examples"):
         accuracy(model, data.test_inputs[:0], data.test_targets[:0])
+
+
+def test_fixed_examples_are_assessed_at_their_own_cadence_and_at_the_end() -> None:
+    notes, data, model = Notes(), dataset(), network()
+    fixed = data.train_inputs[:7], data.train_targets[:7]
+    training = TrainingConfig(steps=11, batch=5)
+    train(
+        model,
+        data,
+        Order(24, 5, torch.Generator().manual_seed(2)),
+        training=training,
+        evaluation=EvaluationConfig(every=10, early_every=10, fixed=7, fixed_every=4),
+        optimizer=optimizer_for(model, training),
+        recorder=notes,
+        start=0,
+        normalized=True,
+        progress=lambda done: None,
+        fixed=fixed,
+    )
+    assert notes.steps("fixed_accuracy") == notes.steps("fixed_loss") == [0, 4, 8, 11]
+    at_end = {name: (value, mode) for t, name, value, mode in notes.logged if t == 11}
+    share, loss = assess(model, *fixed)
+    assert at_end["fixed_accuracy"] == (share, "population")
+    assert at_end["fixed_loss"] == (loss, "population")
+
+
+def test_a_mean_over_chunks_weighs_examples_and_not_chunks() -> None:
+    data, model = dataset(), network()
+    whole = assess(model, data.train_inputs, data.train_targets)
+    ragged = assess(model, data.train_inputs, data.train_targets, chunk=7)
+    assert ragged == pytest.approx(whole, rel=1e-6)
+    model.eval()
+    with torch.no_grad():
+        outputs = model(data.train_inputs)
+    assert whole[1] == pytest.approx(F.cross_entropy(outputs, data.train_targets).item(), rel=1e-6)
+    assert whole[0] == (outputs.argmax(1) == data.train_targets).float().mean().item()
