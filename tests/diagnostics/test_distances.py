@@ -381,7 +381,7 @@ def test_one_unit_of_another_magnitude_leaves_the_others_bits_alone():
 
 def test_a_small_change_of_spread_keeps_its_digits():
     x = 2.0**600 * np.random.default_rng(0).standard_normal((50, 3))
-    agree(distance("std_shift", x, x * (1 + 2.0**-40)), 2.0**-40, rel=1e-3)
+    agree(distance("std_shift", x, x * (1 + 1.3e-12)), 1.3e-12, rel=1e-3, absolute=0)
 
 
 def test_two_examples_are_enough():
@@ -535,6 +535,14 @@ def test_half_a_unit_far_from_its_median_keeps_its_digits():
     found = [distances(DISTANCES, x[h], x[~h], paired=False).values for h in random_halves(4, 50, seed=0)]
     for name in DISTANCES:
         agree(got.mean[name], np.stack([one[name] for one in found]).mean(axis=0), rel=1e-9)
+
+
+def test_a_constant_half_has_no_spread_at_all():
+    # About the sample's median, 1.3, the constant half's variance comes out as -3e-17.
+    x = np.array([[0.9], [0.9], [0.9], [1.3], [2.3], [3.3]])
+    apart = [half for half in random_halves(6, 50, seed=0) if len(set(half[:3])) == 1]
+    assert apart
+    assert floor(x, ("std_shift",), 50, seed=0).mean["std_shift"] == np.inf
 
 
 def test_the_values_of_one_example_stay_in_one_half():
