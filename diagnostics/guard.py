@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,7 +43,7 @@ class RandomState:
         held = list(generators)
         if model is not None:
             for module in model.modules():
-                held += [value for value in vars(module).values() if _is_generator(value)]
+                held += [value for value in vars(module).values() if _generates(type(value))]
         self._generators = [(generator, _get(generator)) for generator in {id(g): g for g in held}.values()]
 
     def restore(self) -> None:
@@ -58,11 +59,10 @@ class RandomState:
             _set(generator, state)
 
 
-def _is_generator(value: object) -> bool:
-    # By type for torch's, whose isinstance is written in Python and takes a third of a record on a small network.
-    return type(value) is torch.Generator or isinstance(
-        value, np.random.Generator | np.random.RandomState | random.Random
-    )
+@cache
+def _generates(kind: type) -> bool:
+    # Asked of types, and once each: of every attribute of every module it would be most of a small record's cost.
+    return issubclass(kind, torch.Generator | np.random.Generator | np.random.RandomState | random.Random)
 
 
 def _get(generator: Generator) -> Any:
