@@ -43,7 +43,7 @@ class RandomState:
         held = list(generators)
         if model is not None:
             for module in model.modules():
-                held += [value for value in vars(module).values() if _generates(type(value))]
+                held += [value for value in vars(module).values() if _generates(type(value))]  # type: ignore[arg-type]  # every class is hashable
         self._generators = [(generator, _get(generator)) for generator in {id(g): g for g in held}.values()]
 
     def restore(self) -> None:
