@@ -280,7 +280,7 @@ def test_a_small_spread_far_from_zero(size: int, offset: float, spread: float, d
         assert abs(summary.mean[0] - mean) <= 2 * math.ulp(mean)
 
 
-@pytest.mark.parametrize("size", [500, 40_000])
+@pytest.mark.parametrize("size", [20_000, 40_000])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 12345.6, -7e5])
 def test_one_value_is_one_unit_in_the_last_place_off(size: int, value: float) -> None:
     """The mean, rounded, is then many standard deviations from every value: no shift by it would do."""
@@ -454,9 +454,9 @@ def test_ties_do_not_cost_a_multiple(name: str) -> None:
     """numpy's selection alone takes 20 to 100 times longer on these than on distinct values."""
     rows = {kind: SHAPES[kind](200_000).float()[None].numpy() for kind in (name, "normal")}
     spent = dict.fromkeys(rows, math.inf)
-    for _ in range(7):
+    for _ in range(15):
         for kind, each in rows.items():
             start = time.perf_counter()
             summarize_rows(each, Q)
             spent[kind] = min(spent[kind], time.perf_counter() - start)
-    assert spent[name] < 6 * spent["normal"]
+    assert spent[name] < 2.5 * spent["normal"]
