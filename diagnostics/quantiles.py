@@ -5,7 +5,7 @@ Of a unit's *finite* values, n of them, sorted in their own type as ``v[0] <= ..
 in [0, 1] is ``v[h]`` at the real-valued rank ``h = q * (n - 1)``, interpolated in float64 between the two neighbours
 (Hyndman and Fan 1996, definition 7; numpy's ``linear``, bit for bit). Mean and biased variance are float64 sums about
 a shift c: ``mean = c + E[v - c]``, ``variance = E[(v - c)^2] - E[v - c]^2``. The first c is 0; where that subtraction
-would cost more than ten bits the sums are taken again about the mean. NaN and infinities are counted and left out.
+would cost more than ten bits it is one of the values at the centre. NaN and infinities are counted and left out.
 Two identities the tests lean on: permuting a unit's values changes no order statistic, and ``v -> -v`` sends the
 quantile at q to minus the one at 1 - q. ``-0.0`` and ``0.0`` are one value: the sign of a zero is not part of the
 answer.
@@ -47,7 +47,10 @@ _BLOCK = 4096  # values summed by one BLAS call; OpenBLAS calls its own threads 
 _TILE = 128  # positions transposed at a time when the unit dimension lies innermost in memory
 _SAMPLE, _HEAVY = 1024, 8  # a value found 8 times in 1024 draws holds near 1 % of its row
 _MANY_RANKS = 64  # from about so many order statistics a full sort is the cheaper way to have them
-_CANCELLED = 2.0**-10  # a variance that small a part of the mean square lost ten bits: sum again about the mean
+# A variance that is so small a part of the mean square lost ten bits: sum again about a value of the unit's own, the
+# median or the one nearest to the mean. Both lie within a standard deviation of the mean, and differences to them are
+# as good as exact, where the mean itself, being rounded, may lie many standard deviations from the values.
+_CANCELLED = 2.0**-10
 _SAFE = (2.0**-800, 2.0**800)  # mean squares in this range came from sums that neither overflowed nor underflowed
 
 
@@ -326,14 +329,13 @@ class _Table:
         q = len(self.q)
         low, high = self.picked[:, :2].T.copy()
         base, below, above = (self.picked[:, 2 + i * q : 2 + (i + 1) * q] for i in range(3))
-        mean = np.minimum(np.maximum(self.mean, low), high)
         if self.dtype == np.float32:
             quantiles = above - below
             quantiles *= self.slope
             quantiles += base
         else:
             quantiles = _interpolate_any(base, below, above, self.slope)
-        return Summary(self.count, self.size - self.count, mean, self.variance, low, high, quantiles)
+        return Summary(self.count, self.size - self.count, self.mean, self.variance, low, high, quantiles)
 
 
 def _interpolate_any(base: Floats, below: Floats, above: Floats, slope: Floats) -> Floats:
@@ -381,13 +383,14 @@ def _short_rows(source: NDArray[Any], table: _Table, at: int) -> None:
         if table.dtype == np.float64:
             sound &= (second > _SAFE[0]) & (second < _SAFE[1])
         if not sound.all():
-            equal = rows[:, 0] == rows[:, -1]
-            strange = np.flatnonzero(~(second < _SAFE[1]) | ~(second > _SAFE[0]) & ~equal).tolist()
-            wide -= mean[:, None]
+            small = ~(second > _SAFE[0]) & (rows[:, 0] != rows[:, -1])
+            strange = np.flatnonzero(~(second < _SAFE[1]) | small).tolist()
+            centre = wide[:, size // 2].copy()
+            wide -= centre[:, None]
             rest, second = _row_sums(wide)
             # Row by row, so that no unit's last bit depends on its company.
-            mean = np.where(sound, mean, mean + rest)
-            variance = np.where(sound, variance, np.where(equal, 0.0, np.maximum(second - rest * rest, 0.0)))
+            mean = np.where(sound, mean, centre + rest)
+            variance = np.where(sound, variance, np.maximum(second - rest * rest, 0.0))
     table.mean[here] = mean
     table.variance[here] = variance
     if strange:
@@ -442,10 +445,9 @@ def _one_row(row: NDArray[Any], table: _Table, at: int, desk: _Desk) -> None:
         mean, variance = _moments(row, desk)
         ranks = _Ranks.of(table.q, len(row))
         table.slope[at] = ranks.slope
-    picked = _order_statistics(row, ranks.picks, desk)
-    table.picked[at] = picked
+    table.picked[at] = _order_statistics(row, ranks.picks, desk)
     table.mean[at] = mean
-    table.variance[at] = variance if picked[0] < picked[1] else 0.0
+    table.variance[at] = variance
 
 
 def _moments(row: NDArray[Any], desk: _Desk) -> tuple[float, float]:
@@ -460,8 +462,9 @@ def _moments(row: NDArray[Any], desk: _Desk) -> tuple[float, float]:
         mean, second = _sums(row, desk, 0.0, scale)
     variance = second - mean * mean
     if variance < second * _CANCELLED:
-        rest, second = _sums(row, desk, mean, scale)
-        mean, variance = mean + rest, max(second - rest * rest, 0.0)
+        centre = float(row[np.abs(row - row.dtype.type(mean / scale)).argmin()]) * scale
+        rest, second = _sums(row, desk, centre, scale)
+        mean, variance = centre + rest, max(second - rest * rest, 0.0)
     return mean / scale, variance / scale / scale
 
 
@@ -493,9 +496,8 @@ def _order_statistics(row: NDArray[Any], ranks: list[int], desk: _Desk) -> NDArr
         return row[ranks]
     keys = row.view(np.int32 if row.dtype == np.float32 else np.int64)
     low = row.min()
-    negative = 0
-    if low < 0 or (low == 0 and keys.min() < 0):
-        negative = int(np.count_nonzero(np.signbit(row)))
+    # -0.0 counts among the negative, if there are any; with none it sorts right as it is.
+    negative = int(np.count_nonzero(np.signbit(row))) if low < 0 else 0
     sample = keys[desk.draws % size if size < len(desk.row) else desk.draws]
     sample.sort()
     heavy = sample[: 1 - _HEAVY] == sample[_HEAVY - 1 :]
@@ -573,5 +575,5 @@ def _table(rows: torch.Tensor, q: tuple[float, ...]) -> torch.Tensor:
     d = torch.where(finite, rows * scale - centre * scale, 0.0)
     shift = d.sum(1, keepdim=True) / count
     variance = (d * d).sum(1, keepdim=True) / count - shift * shift
-    mean = torch.minimum(torch.maximum(centre + shift / scale, minimum), maximum)
+    mean = centre + shift / scale
     return torch.cat([count.double(), mean, variance / scale / scale, minimum, maximum, quantile], dim=1)
