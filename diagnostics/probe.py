@@ -60,9 +60,12 @@ class Site:
     optimizer: torch.optim.Optimizer | None = None
     generators: tuple[Generator, ...] = ()
 
-    def mode_name(self, mode: str) -> str:
-        """The ``mode`` column for a measurement in ``mode``: ``-`` where the model has no normalizer."""
-        held = normalizers(self.model)
+    def mode_name(self, mode: str, held: Sequence[nn.Module] | None = None) -> str:
+        """The ``mode`` column for a measurement in ``mode``: ``-`` where the model has no normalizer.
+
+        ``held`` are the model's normalizers, for a caller who has looked for them already.
+        """
+        held = normalizers(self.model) if held is None else held
         if not held:
             return "-"
         if mode == "step":

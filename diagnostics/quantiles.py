@@ -375,22 +375,17 @@ def _short_rows(source: NDArray[Any], table: _Table, at: int) -> None:
     strange: Sequence[int] = ()
     with np.errstate(over="ignore", invalid="ignore"):
         table.picked[here] = rows.take(table.ranks.picks, axis=1)
+        # About each row's middle value, which lies within one standard deviation of its mean: nothing cancels, and no
+        # unit's last bit depends on its company.
         wide = rows.astype(np.float64)
-        mean, second = _row_sums(wide)
-        variance = second - mean * mean
-        # False where too much cancelled, and where a NaN or an infinity went into the sums.
-        sound = variance >= second * _CANCELLED
-        if table.dtype == np.float64:
-            sound &= (second > _SAFE[0]) & (second < _SAFE[1])
-        if not sound.all():
-            small = ~(second > _SAFE[0]) & (rows[:, 0] != rows[:, -1])
-            strange = np.flatnonzero(~(second < _SAFE[1]) | small).tolist()
-            centre = wide[:, size // 2].copy()
-            wide -= centre[:, None]
-            rest, second = _row_sums(wide)
-            # Row by row, so that no unit's last bit depends on its company.
-            mean = np.where(sound, mean, centre + rest)
-            variance = np.where(sound, variance, np.maximum(second - rest * rest, 0.0))
+        centre = wide[:, size // 2].copy()
+        wide -= centre[:, None]
+        rest, second = _row_sums(wide)
+        # Also true where a NaN or an infinity went into the sums.
+        odd = ~(second < _SAFE[1]) | (~(second > _SAFE[0]) & (rows[:, 0] != rows[:, -1]))
+        if odd.any():
+            strange = np.flatnonzero(odd).tolist()
+        mean, variance = centre + rest, np.maximum(second - rest * rest, 0.0)
     table.mean[here] = mean
     table.variance[here] = variance
     if strange:

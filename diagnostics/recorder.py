@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from diagnostics.guard import Generator, guard
+from diagnostics.guard import Generator, guard, normalizers
 from diagnostics.probe import (
     ActiveProbe,
     Before,
@@ -103,6 +103,7 @@ class Recorder:
         self._user_checkpoint = checkpoint
         self.restored: dict[str, Any] | None = self._restore() if start > 0 else None
         self._parameters = named_parameters(model)
+        self._normalizers = normalizers(model)
         self._t = start
         self._outcome: State = "complete"
         self._counts: Counter[str] = Counter()
@@ -216,7 +217,7 @@ class Recorder:
                 step.before = Before(self._site)
                 step.learning_rate = _learning_rate(self._site.optimizer)
             if step.passive:
-                step.mode = self._site.mode_name("step")
+                step.mode = self._site.mode_name("step", self._normalizers)
                 step.taps = [probe.taps() for probe in step.passive]
                 step.listening = Listening(self._site.model, [tap for taps in step.taps for tap in taps])
                 step.listening.__enter__()

@@ -28,6 +28,7 @@ __all__ = ["Layers", "Listening", "Signal", "Tap", "first_tensor", "named_module
 
 Signal = Literal["input", "output", "grad_output"]
 SIGNALS: tuple[str, ...] = get_args(Signal)
+Hook = Callable[..., None]
 Layers = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 # Wrappers that only pass calls on: class name -> the attribute that holds the wrapped module. By name, so that neither
@@ -172,12 +173,13 @@ class Listening:
         self.error: tuple[int, str, Exception] | None = None
 
     def __enter__(self) -> Listening:
+        shield = _opaque if _compiled(self._root) else _as_it_is
         try:
             # prepend: the root may be tapped itself, and must be open before its own tap asks.
-            self._handles.append(self._root.register_forward_pre_hook(_opaque(self._begin), prepend=True))
+            self._handles.append(self._root.register_forward_pre_hook(shield(self._begin), prepend=True))
             for index, tap in enumerate(self._taps):
-                self._handles.append(self._attach(index, tap))
-            self._handles.append(self._root.register_forward_hook(_opaque(self._end)))
+                self._handles.append(self._attach(index, tap, shield))
+            self._handles.append(self._root.register_forward_hook(shield(self._end)))
         except BaseException:
             self._remove()
             raise
@@ -207,20 +209,20 @@ class Listening:
         if not _in_backward():
             self._open = False
 
-    def _attach(self, index: int, tap: Tap) -> RemovableHandle:
+    def _attach(self, index: int, tap: Tap, shield: Callable[[Hook], Hook]) -> RemovableHandle:
         if tap.signal == "input":
 
             def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 if self._open and not _in_backward():
-                    self._listen(index, tap, (args, kwargs))
+                    self._listen(index, tap, args[0] if len(args) == 1 and not kwargs else (args, kwargs))
 
-            return tap.module.register_forward_pre_hook(_opaque(before), with_kwargs=True)
+            return tap.module.register_forward_pre_hook(shield(before), with_kwargs=True)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if self._open and not _in_backward():
                 self._listen(index, tap, output)
 
-        return tap.module.register_forward_hook(_opaque(after))
+        return tap.module.register_forward_hook(shield(after))
 
     def _listen(self, index: int, tap: Tap, value: Any) -> None:
         call = self._calls[index] = self._calls.get(index, 0) + 1
@@ -251,11 +253,22 @@ class Listening:
             self.error = (index, name, error)
 
 
-def _opaque(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep the compiler from tracing into a hook; where it was never loaded, nothing is compiled."""
-    if "torch._dynamo" not in sys.modules:
-        return hook
-    return cast("Callable[..., None]", torch.compiler.disable(hook))  # type: ignore[no-untyped-call]  # torch types it not
+def _compiled(root: nn.Module) -> bool:
+    # Where the compiler was never loaded nothing is compiled. Optimizers load it, though, and wrapping hooks for
+    # nothing would cost a small network as much as all that is measured.
+    return "torch._dynamo" in sys.modules and any(
+        module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+        for module in root.modules()
+    )
+
+
+def _as_it_is(hook: Hook) -> Hook:
+    return hook
+
+
+def _opaque(hook: Hook) -> Hook:
+    """Keep the compiler from tracing into a hook."""
+    return cast("Hook", torch.compiler.disable(hook))  # type: ignore[no-untyped-call]  # torch types it not
 
 
 def _in_backward() -> bool:
