@@ -15,6 +15,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "whybn needs Python 3.11 or newer, this is " + sys.version)'
+	@echo "installing into $(VENV): a few minutes, and up to 2 GB on disk, most of it torch"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@

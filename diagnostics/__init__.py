@@ -28,6 +28,8 @@ def _homes() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return sorted(_homes())
     home = None if name.startswith("_") else _homes().get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -37,4 +39,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_homes()})
+    return sorted(_homes())

@@ -45,12 +45,13 @@ DISTANCES = {
     "shape_wasserstein1": "shape W1",
 }
 MOMENTS = ("mean", "sd")
-BAR = 0.25  # the referee's
+BAR, STEPS = 0.25, 5000  # the referee's
 
 _STYLES = dict(zip(ARMS, (style.WITHOUT_BN, style.WITH_BN), strict=True))
 # Where BN fixes a unit's mean and variance by construction, and where what it fixed is only passed on.
 _PINNED = {("after", "batch"): "pinned by BN", ("nonlinear", "batch"): "follows from the pin"}
 _LEVELS = 8
+_FURTHEST = -3.0  # reductions below it are said, not drawn
 
 Floats = NDArray[np.float64]
 
@@ -65,6 +66,7 @@ class _Reduction:
     estimate: Estimate
     without: float
     with_: float
+    steps: int  # that the epochs span
 
     @property
     def pinned(self) -> str:
@@ -73,7 +75,9 @@ class _Reduction:
 
     @property
     def verdict(self) -> str:
-        """What the interval says about the referee's bar."""
+        """What the interval says about the referee's bar, where the test is the referee's."""
+        if self.steps != STEPS:
+            return f"no verdict from {self.steps} steps"
         if not self.estimate.has_interval:
             return "one seed, undecided"
         if self.estimate.high < BAR:
@@ -166,7 +170,7 @@ def _referee(study: Study, layers: int) -> Iterator[_Reduction]:
                 drift = {arm: _epochwise(*moments[arm], scaled=scale == "in sd") for arm in ARMS}
                 reduction = (1 - drift["batch"] / drift["none"]).mean(axis=(1, 2))  # (S,) over layers and moments
                 sizes = [float(drift[arm].mean()) for arm in ARMS]
-                yield _Reduction(point, mode, scale, mean(reduction), *sizes)
+                yield _Reduction(point, mode, scale, mean(reduction), *sizes, steps=ends[-1])
 
 
 def _moments(
@@ -336,6 +340,10 @@ def _referee_figure(study: Study, reductions: Sequence[_Reduction]) -> Figure:
     for place, one in enumerate(reversed(reductions)):
         color = "#9A9A9A" if one.pinned else style.WITH_BN.color
         found = one.estimate
+        if found.estimate < _FURTHEST:
+            label = f"\N{LEFTWARDS ARROW} {1 - found.estimate:.3g} times the drift"
+            axes.annotate(label, (_FURTHEST, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+            continue
         if found.has_interval:
             axes.plot([found.low, found.high], [place, place], color=color, lw=2.2, solid_capstyle="butt")
         marker = "s" if one.scale == "unscaled" else "o"
@@ -348,7 +356,7 @@ def _referee_figure(study: Study, reductions: Sequence[_Reduction]) -> Figure:
     ]
     axes.set_yticks(range(len(labels)), labels)
     low = min([0.0, *(r.estimate.low if r.estimate.has_interval else r.estimate.estimate for r in reductions)])
-    axes.set_xlim(max(low * 1.08 - 0.05, -6.0), 1.05)
+    axes.set_xlim(max(low * 1.08 - 0.05, _FURTHEST), 1.05)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     axes.set_xlabel("reduction of epoch-wise drift by BN (negative: BN moves more)")
     axes.annotate(
@@ -425,18 +433,29 @@ def _table(study: Study, curves: pd.DataFrame, reductions: Sequence[_Reduction])
             floors.append(_matrix(curves, arm=arm, statistic=f"{distance}_floor", **where)[1].mean())
         pinned = _PINNED.get((point, mode), "") if not distance.startswith("shape") else ""
         numbers = (f"{sides[0].mean():.2g}", f"{sides[1].mean():.2g}", _reduction_text(sides[1], sides[0]))
-        rows.append((point, mode, DISTANCES[distance], str(layer), *numbers, f"{max(floors):.2g}", pinned))
+        star = "*" if pinned else ""
+        rows.append(
+            (f"{point}, {mode}", DISTANCES[distance], str(layer), *numbers[:2], numbers[2] + star, f"{max(floors):.2g}")
+        )
     for one in reductions:
-        numbers = (f"{one.without:.2g}", f"{one.with_:.2g}", one.estimate.text(".0%"))
-        rows.append((one.point, one.mode, f"epoch, {one.scale}", "all", *numbers, "", one.pinned or one.verdict))
+        text = _percent(one.estimate) + ("*" if one.pinned else "")
+        scale = "epoch" if one.scale == "unscaled" else "epoch/sd"
+        rows.append((f"{one.point}, {one.mode}", scale, "all", f"{one.without:.2g}", f"{one.with_:.2g}", text, ""))
     without, with_ = (study.label(arm) for arm in ARMS)
-    return pd.DataFrame(rows, columns=["point", "mode", "drift", "layer", without, with_, "reduction", "floor", "note"])
+    return pd.DataFrame(rows, columns=["point, mode", "drift", "layer", without, with_, "reduction", "floor"])
 
 
 def _reduction_text(a: Floats, b: Floats) -> str:
     if min(a.min(), b.min()) <= 0:
         return "a drift of 0"
-    return relative_reduction(a, b).text(".0%")
+    return _percent(relative_reduction(a, b))
+
+
+def _percent(reduction: Estimate) -> str:
+    """``84% [83%, 85%]``; as a factor where BN multiplies the drift by more than ten."""
+    if reduction.estimate < -9:
+        return f"{1 - reduction.estimate:.3g} times the drift"
+    return reduction.text(".0%")
 
 
 def _readings(reductions: Sequence[_Reduction]) -> tuple[_Reduction, _Reduction]:
@@ -450,8 +469,9 @@ def _title(study: Study, reductions: Sequence[_Reduction]) -> str:
     return (
         "Drift without and with BN (mean over records of the median over units; point: before or after the normalizer,"
         " or after the nonlinearity). Referee's 25% test, inputs of layers 2 to L, unscaled: batch mode"
-        f" {batch.estimate.text('.0%')} ({batch.pinned}), population mode {population.estimate.text('.0%')}"
-        f" ({population.verdict})"
+        f" {_percent(batch.estimate)} ({batch.pinned}), population mode {_percent(population.estimate)}"
+        f" ({population.verdict}). Brackets: 95% Student t over {len(study.seeds)} seeds; *: BN pins it, or passes the"
+        " pin on"
     )
 
 
@@ -486,7 +506,7 @@ def _referee_caption(study: Study, reductions: Sequence[_Reduction]) -> str:
         "under 25%": "reduced covariate shift does not account for the speed-up, by this test",
         "over 25%": "the explanation is not refuted by this test",
     }
-    outcome = outcomes.get(population.verdict, "the test does not decide")
+    outcome = outcomes.get(population.verdict, f"the test does not decide ({population.verdict})")
     free = [r for r in reductions if not r.pinned]
     over, under = (sum(r.verdict == verdict for r in free) for verdict in ("over 25%", "under 25%"))
     return (
@@ -497,8 +517,8 @@ def _referee_caption(study: Study, reductions: Sequence[_Reduction]) -> str:
         "epochs; reduction = 1 - with/without BN per layer and moment, averaged; paired by seed. "
         f"{_seeds(study)} Squares: in the activations' own unit, as the source reads; circles: divided by sd. Hollow "
         "grey: BN fixes mean and variance there, or just before, whatever the network does; it does not count.\n"
-        f"Outcome for the inputs of layers 2 to L, unscaled: {batch.estimate.text('.0%')} in batch mode, which follows "
-        f"from the construction; {population.estimate.text('.0%')} in population mode, where it does not: {outcome}. "
+        f"Outcome for the inputs of layers 2 to L, unscaled: {_percent(batch.estimate)} in batch mode, which follows "
+        f"from the construction; {_percent(population.estimate)} in population mode, where it does not: {outcome}. "
         f"Of the {len(free)} readings that are free to move, {over} are over 25% and {under} under. The source says "
         "ImageNet and Inception; this is MNIST and a sigmoid network."
     )
@@ -518,7 +538,7 @@ def _progress_caption(study: Study, path: pd.DataFrame) -> str:
     return said + (
         f"Right: |drift| of the means summed over records {measures['path_every']} steps apart, from the start to the "
         f"first passage of a level of the loss on fixed training images (population statistics), for levels that every "
-        f"run reaches. {_seeds(study)} A network that learns faster moves faster; here both have learned as much."
+        f"run reaches. {_seeds(study)} A network that learns faster moves faster; at one level both learned as much."
     )
 
 

@@ -13,11 +13,13 @@ from analysis.figures.drift import DISTANCES, POINTS, draw
 from analysis.load import StudyError
 from diagnostics.record import RunWriter, run_id
 
-EPOCH, EPOCHS, UNITS, LAYERS = 20, 3, 4, 2
-STEPS = [0, 10, 20, 30, 40, 50, 60]
+EPOCH, EPOCHS, UNITS, LAYERS = 1000, 5, 4, 2
+STEPS = [500 * k for k in range(11)]
 
 
-def plant(folder: Path, reductions: list[float], *, status: str = "complete", last: int = 60) -> Path:
+def plant(
+    folder: Path, reductions: list[float], *, status: str = "complete", last: int = 5000, epochs: int = EPOCHS
+) -> Path:
     """Arms whose epoch-wise drift differs by a factor 1 - reduction, one a seed; after the nonlinearity, population."""
     entries = []
     for seed, reduction in enumerate(reductions):
@@ -27,11 +29,11 @@ def plant(folder: Path, reductions: list[float], *, status: str = "complete", la
                 "arm": arm,
                 "network": {"hidden": [UNITS] * LAYERS},
                 "training": {"learning_rate": 0.1, "batch": 60},
-                "measures": {"every": 10, "epoch": EPOCH, "epochs": EPOCHS, "sample": 100, "path_every": 10,
+                "measures": {"every": 10, "epoch": EPOCH, "epochs": epochs, "sample": 100, "path_every": 10,
                              "percentiles": [15.0, 50.0, 85.0]},
             }  # fmt: skip
             path = f"runs/{arm}-s{seed}-{run_id(config)}"
-            with RunWriter(folder / path, config=config, environment={}) as writer:
+            with RunWriter(folder / path, config=config, environment={}, part_every=10_000) as writer:
                 factor = 1.0 if arm == "none" else 1 - reduction
                 for step in [s for s in STEPS if s <= last]:
                     write(writer, step, arm, factor)
@@ -69,8 +71,8 @@ def write(writer: RunWriter, step: int, arm: str, factor: float) -> None:
                 writer.write(step, f"minibatch_shift.{point}", name, parts, mode=shown)
                 if step:
                     writer.write(step, f"drift.path.{point}", name, {"mean_shift": 2.0 * factor}, mode=shown)
-    # Without BN the loss falls by 0.01 a step, with BN twice as fast.
-    loss = 2.0 - 0.01 * step * (1 if arm == "none" else 2)
+    # Without BN the loss falls by 0.0002 a step, with BN twice as fast.
+    loss = 2.0 - 0.0002 * step * (1 if arm == "none" else 2)
     writer.write(step, "log", "-", {"fixed_loss": loss}, mode="-" if arm == "none" else "population")
 
 
@@ -112,21 +114,28 @@ def test_what_bn_pins_is_marked_and_what_passes_the_pin_on_too(tmp_path: Path) -
     table = numbers(tmp_path, "drift_referee")
     pinned = table[table["pinned"].notna()]
     assert set(zip(pinned.point, pinned["mode"], strict=True)) == {("after", "batch"), ("nonlinear", "batch")}
-    notes = drawn.table[(drawn.table["drift"] == "mean") & (drawn.table["mode"] == "batch")].set_index(
-        ["point", "layer"]
-    )
-    assert notes.loc[("after", "1"), "note"] == "pinned by BN"
-    assert notes.loc[("before", "1"), "note"] == ""
-    shapes = drawn.table[(drawn.table["drift"] == "shape W1") & (drawn.table["point"] == "after")]
-    assert set(shapes["note"]) == {""}
+    shown = drawn.table[drawn.table["layer"] == "1"].set_index(["point, mode", "drift"])["reduction"]
+    assert shown[("after, batch", "mean")].endswith("*")
+    assert not shown[("before, batch", "mean")].endswith("*")
+    assert not shown[("after, batch", "shape W1")].endswith("*")
+
+
+def test_another_span_than_the_referees_gives_no_verdict(tmp_path: Path) -> None:
+    drawn = draw(plant(tmp_path, [0.5, 0.51, 0.52], epochs=4))
+    assert set(numbers(tmp_path, "drift_referee")["verdict"]) == {"no verdict from 4000 steps"}
+    assert "no verdict from 4000 steps" in drawn.title
+
+
+def test_a_drift_many_times_larger_is_said_as_a_factor(tmp_path: Path) -> None:
+    drawn = draw(plant(tmp_path, [-99.0, -99.0]))
+    last = drawn.table[(drawn.table["point, mode"] == "nonlinear, population") & (drawn.table["drift"] == "epoch")]
+    assert last["reduction"].item() == "100 times the drift"
 
 
 def test_the_table_has_every_layer_point_mode_and_distance(tmp_path: Path) -> None:
     table = draw(plant(tmp_path, [0.5, 0.5])).table
     assert len(table) == LAYERS * 3 * 2 * len(DISTANCES) + 12
-    row = table[
-        (table.point == "before") & (table["mode"] == "population") & (table.drift == "W1") & (table.layer == "2")
-    ]
+    row = table[(table["point, mode"] == "before, population") & (table["drift"] == "W1") & (table["layer"] == "2")]
     assert row[["without BN", "with BN", "floor"]].to_numpy().tolist() == [["0.3", "0.15", "0.05"]]
     assert row["reduction"].item().startswith("50%")
 
@@ -136,15 +145,15 @@ def test_paths_end_at_first_passages_of_levels_that_both_arms_reach(tmp_path: Pa
     table = numbers(tmp_path, "drift_progress")
     path = table[(table.panel == "path") & (table.point == "before")]
     assert path["level"].max() < 2.0
-    assert path["level"].min() == pytest.approx(2.0 - 0.01 * 60)  # what the slower arm reaches
+    assert path["level"].min() == pytest.approx(1.0)  # what the slower arm reaches
     last = path[np.isclose(path["level"], path["level"].min())].set_index(["arm", "seed"])
-    assert last.loc[("none", 0), ["after", "by", "value"]].tolist() == [50, 60, 12.0]
-    assert last.loc[("batch", 0), ["after", "by", "value"]].tolist() == [20, 30, 3.0]
+    assert last.loc[("none", 0), ["after", "by", "value"]].tolist() == [4500, 5000, 20.0]
+    assert last.loc[("batch", 0), ["after", "by", "value"]].tolist() == [2000, 2500, 5.0]
 
 
 def test_runs_too_short_for_the_referee_and_diverged_ones_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(StudyError, match=r"needs records at steps \[0, 20, 40, 60\]; \[60\] are missing"):
-        draw(plant(tmp_path / "short", [0.5, 0.5], last=50))
+    with pytest.raises(StudyError, match=r"needs records at steps \[0, 1000, .*\]; \[5000\] are missing"):
+        draw(plant(tmp_path / "short", [0.5, 0.5], last=4500))
     with pytest.raises(StudyError, match="diverged: none-s0"):
         draw(plant(tmp_path / "lost", [0.5], status="diverged"))
     with pytest.raises(StudyError, match="looked for"):
