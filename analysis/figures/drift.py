@@ -169,8 +169,8 @@ def _referee(study: Study, layers: int) -> Iterator[_Reduction]:
             for scale in ("unscaled", "in sd"):
                 drift = {arm: _epochwise(*moments[arm], scaled=scale == "in sd") for arm in ARMS}
                 reduction = (1 - drift["batch"] / drift["none"]).mean(axis=(1, 2))  # (S,) over layers and moments
-                sizes = [float(drift[arm].mean()) for arm in ARMS]
-                yield _Reduction(point, mode, scale, mean(reduction), *sizes, steps=ends[-1])
+                without, with_ = (float(drift[arm].mean()) for arm in ARMS)
+                yield _Reduction(point, mode, scale, mean(reduction), without, with_, ends[-1])
 
 
 def _moments(
