@@ -18,6 +18,7 @@ import torch
 from scipy import stats
 from torch import nn
 
+from experiments import normalizers
 from experiments.normalizers import (
     Batch,
     Ghost,
@@ -275,6 +276,26 @@ def test_strength_scales_all_of_the_noise(form, shape, dose):
     more_gain, more_shift = observe(NoiseLaw(form=form, strength=dose), shape, steps=2)
     np.testing.assert_allclose(more_shift, dose * shift, atol=1e-5)
     np.testing.assert_allclose(more_gain - 1, dose * (gain - 1), atol=1e-5)
+
+
+class ExtremeWords:
+    """In the place of numpy's bit generator: the least and the greatest 32-bit word, by turns."""
+
+    def __init__(self, key):
+        pass
+
+    def random_raw(self, count):
+        return np.full(count, 0x80000000_7FFFFFFF, dtype=np.uint64)
+
+
+def test_the_extreme_words_give_finite_noise_within_its_bounds(monkeypatch):
+    monkeypatch.setattr(normalizers, "SFC64", ExtremeWords)
+    law = NoiseLaw(n_mu=0, n_sigma=1)
+    for dtype in (torch.float32, torch.float64):
+        (gain,), (shift,) = observe(law, LARGE, dtype=dtype)
+        assert np.unique(np.sign(gain - 1)).tolist() == [-1, 1]
+        assert np.isfinite(gain).all()
+        assert np.abs(shift).max() <= 0.1 + 1e-8
 
 
 def test_r_sigma_may_be_read_as_the_variance():
