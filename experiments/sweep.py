@@ -22,7 +22,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import active_children, connection, get_context, parent_process
+from multiprocessing import active_children, connection, get_context, parent_process, resource_tracker
 from pathlib import Path
 from types import TracebackType
 
@@ -173,14 +173,18 @@ def _end_with(sentinel: int) -> None:
 
 @contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's affair
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ctrl-C within waits until the end of the block. What is spawned inherits the deafness, and keeps it.
+
+    The signal is held back and not ignored: one that comes while workers start, which takes seconds on a busy machine,
+    would otherwise be lost, and the sweep go on for hours.
+    """
+    # Starting the tracker later would lift the block: it starts on its own terms.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

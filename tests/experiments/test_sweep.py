@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -114,6 +115,23 @@ def test_ctrl_c_ends_workers_and_leaves_records_that_go_on(tmp_path: Path, inter
     for one in jobs:
         if one.folder.exists():
             assert read_status(one.folder).status == "running"
+
+
+def test_ctrl_c_while_workers_start_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = ProcessPoolExecutor.submit
+
+    def pressed(pool: ProcessPoolExecutor, *arguments: object) -> object:
+        future = submit(pool, *arguments)  # type: ignore[arg-type]
+        os.kill(os.getpid(), signal.SIGINT)
+        return future
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", pressed)
+    # Short enough to end if the signal were lost: then there would be no KeyboardInterrupt to see.
+    with pytest.raises(KeyboardInterrupt):
+        sweep([job(tmp_path, seed, steps=300) for seed in range(2)], workers=2)
+    assert not active_children()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_one_worker_is_this_process_and_takes_the_longest_first(
