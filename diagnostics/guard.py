@@ -58,6 +58,31 @@ class RandomState:
         for generator, state in self._generators:
             _set(generator, state)
 
+    def moved(self) -> bool:
+        """Whether any stream has moved since."""
+        if not torch.equal(torch.get_rng_state(), self._torch) or random.getstate() != self._python:
+            return True
+        if not _alike(np.random.get_state(), self._numpy):  # noqa: NPY002 - as above
+            return True
+        if torch.cuda.is_initialized() and not _alike(torch.cuda.get_rng_state_all(), self._cuda):  # type: ignore[no-untyped-call]  # as above
+            return True
+        if self._mps is not None and not _alike(torch.mps.get_rng_state(), self._mps):
+            return True
+        return any(not _alike(_get(generator), state) for generator, state in self._generators)
+
+
+def _alike(found: Any, kept: Any) -> bool:
+    """Whether two states of a generator are equal, through the containers that libraries wrap them in."""
+    if isinstance(found, Tensor):
+        return isinstance(kept, Tensor) and torch.equal(found, kept)
+    if isinstance(found, np.ndarray):
+        return np.array_equal(found, kept)
+    if isinstance(found, dict):
+        return isinstance(kept, dict) and all(_alike(value, kept[key]) for key, value in found.items())
+    if isinstance(found, list | tuple) and isinstance(kept, list | tuple):
+        return len(found) == len(kept) and all(map(_alike, found, kept))
+    return bool(found == kept)
+
 
 @cache
 def _generates(kind: type) -> bool:
