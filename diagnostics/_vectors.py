@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 Blocks = tuple[Tensor, ...]
 GradientAt = Callable[[Blocks], tuple[Tensor, Blocks]]
+_HALVES = (torch.float16, torch.bfloat16)
 _LARGE = 1 << 14  # numbers from which a block is a piece of its own
 _PIECE = 1 << 18  # numbers that a piece of small blocks holds, at most
 
@@ -36,56 +39,87 @@ def unflat(vector: Tensor, like: Sequence[Tensor]) -> Blocks:
     return tuple(part.view(block.shape) for part, block in zip(parts, like, strict=True))
 
 
+class Layout:
+    """How blocks of certain shapes are put together to pieces: (n,) tensors that hold their numbers in order.
+
+    A large block is a piece of its own, and shares its memory; small neighbours are copied into one.
+    """
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self._runs: list[tuple[int, int]] = []  # first and one past the last block of each piece
+        first, size = 0, 0
+        for index, block in enumerate(like):
+            length = block.numel()
+            large = length >= _LARGE
+            if index > first and (large or size + length > _PIECE or block.dtype != like[first].dtype):
+                self._runs.append((first, index))
+                first, size = index, 0
+            size += length
+            if large:
+                self._runs.append((index, index + 1))
+                first, size = index + 1, 0
+        if first < len(like):
+            self._runs.append((first, len(like)))
+
+    def pieces(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """The pieces of ``blocks``; half types as float32."""
+        found = []
+        for first, last in self._runs:
+            piece = blocks[first].detach().reshape(-1) if last - first == 1 else _flatten(blocks[first:last])
+            found.append(piece.float() if piece.dtype in _HALVES else piece)
+        return found
+
+    def moved(self, theta: Blocks, theta_pieces: Sequence[Tensor], direction: Sequence[Tensor], by: float) -> Blocks:
+        """``theta + by * direction`` as blocks, from the pieces of both."""
+        found: list[Tensor] = []
+        for (first, last), start, step in zip(self._runs, theta_pieces, direction, strict=True):
+            there = start.add(step, alpha=by)
+            if last - first == 1:
+                found.append(there.to(theta[first].dtype).view(theta[first].shape))
+            else:
+                found += _unflatten_dense_tensors(there.to(theta[first].dtype), theta[first:last])  # type: ignore[no-untyped-call]  # torch types it not
+        return tuple(found)
+
+
+def _flatten(blocks: Sequence[Tensor]) -> Tensor:
+    return cast("Tensor", _flatten_dense_tensors([block.detach() for block in blocks]))  # type: ignore[no-untyped-call]  # torch types it not
+
+
+def pieces(blocks: Sequence[Tensor]) -> list[Tensor]:
+    """The numbers of ``blocks``, as `Layout` puts them together."""
+    return Layout(blocks).pieces(blocks)
+
+
 def moved(theta: Blocks, direction: Blocks, by: float) -> Blocks:
     """``theta + by * direction``."""
     return tuple(block.add(step, alpha=by) for block, step in zip(theta, direction, strict=True))
 
 
-def pieces(blocks: Sequence[Tensor]) -> list[Tensor]:
-    """Flat tensors that hold the numbers of ``blocks`` in order; those of large blocks are no copies."""
-    found: list[Tensor] = []
-    waiting: list[Tensor] = []
-    size = 0
-
-    def flush() -> None:
-        nonlocal size
-        if waiting:
-            found.append(torch.cat(waiting) if len(waiting) > 1 else waiting[0])
-        waiting.clear()
-        size = 0
-
-    for block in blocks:
-        part = block.detach().reshape(-1)
-        if part.dtype in (torch.float16, torch.bfloat16):
-            part = part.float()
-        if part.numel() >= _LARGE:
-            flush()
-            found.append(part)
-            continue
-        if waiting and (size + part.numel() > _PIECE or part.dtype != waiting[0].dtype):
-            flush()
-        waiting.append(part)
-        size += part.numel()
-    flush()
-    return found
-
-
-def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    total = math.fsum(torch.dot(x, y).item() for x, y in zip(a, b, strict=True))
-    if math.isfinite(total) and abs(total) > 1e-30:
+def _dot(a: Tensor, b: Tensor) -> float:
+    total = torch.dot(a, b).item()
+    if abs(total) > 1e-30 and abs(total) < math.inf:
         return total
-    return math.fsum(torch.dot(x.double(), y.double()).item() for x, y in zip(a, b, strict=True))
+    return torch.dot(a.double(), b.double()).item()
+
+
+def _product(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    return math.fsum(map(_dot, a, b))
 
 
 def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """The inner product of two vectors."""
-    return _dot(pieces(a), pieces(b))
+    return _product(pieces(a), pieces(b))
 
 
 def norm(blocks: Sequence[Tensor]) -> float:
     """The Euclidean norm of a vector."""
     parts = pieces(blocks)
-    return math.sqrt(_dot(parts, parts))
+    return math.sqrt(_product(parts, parts))
+
+
+def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """|b - a|."""
+    return norm([y - x for x, y in zip(a, b, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -109,20 +143,29 @@ class Reference:
     """A vector ``a`` that others are compared with; small blocks are put together once."""
 
     def __init__(self, a: Sequence[Tensor]) -> None:
-        self._pieces = pieces(a)
-        self.norm = math.sqrt(_dot(self._pieces, self._pieces))
+        self.layout = Layout(a)
+        self.pieces = self.layout.pieces(a)
+        self.norm = math.sqrt(_product(self.pieces, self.pieces))
 
     def compare(self, b: Sequence[Tensor]) -> Comparison:
         """How ``b`` differs from it."""
-        others = pieces(b)
-        squares = 0.0
-        for x, y in zip(self._pieces, others, strict=True):
+        others = self.layout.pieces(b)
+        squares, along = 0.0, 0.0  # |b - a|^2 and a'(b - a)
+        for x, y in zip(self.pieces, others, strict=True):
             # Of a large block no whole copy more.
-            for part, other in zip(torch.split(x, _PIECE), torch.split(y, _PIECE), strict=True):
-                difference = [other - part]
+            for part, other in (
+                ((x, y),) if x.numel() <= _PIECE else zip(torch.split(x, _PIECE), torch.split(y, _PIECE), strict=True)
+            ):
+                difference = other - part
                 squares += _dot(difference, difference)
-        distance, length = math.sqrt(squares), math.sqrt(_dot(others, others))
-        product = _dot(self._pieces, others)
+                along += _dot(part, difference)
+        distance = math.sqrt(squares)
+        # |b|^2 and a'b follow, unless they are what is left of larger numbers.
+        own = self.norm * self.norm
+        product, square = own + along, own + 2 * along + squares
+        if not square > 0.1 * (own + squares):
+            product, square = _product(self.pieces, others), _product(others, others)
+        length = math.sqrt(square)
         cosine = product / self.norm / length if self.norm > 0 and length > 0 else math.nan
         if abs(cosine) > 1:  # by rounding; NaN is left
             cosine = math.copysign(1.0, cosine)

@@ -27,12 +27,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diagnostics._path import Grouping, Path, find, from_each_layer
-from diagnostics._vectors import Blocks, Comparison, GradientAt, Reference, as_blocks, flat, moved, norm
+from diagnostics._vectors import Blocks, Comparison, GradientAt, Reference, as_blocks, distance, flat, moved, norm
 from diagnostics.curvature import directional_curvature
 from diagnostics.gradients import Accumulator, Chunks, Gradients, Rate, check_mode, check_on, chosen_batch
+from diagnostics.guard import normalizers
 from diagnostics.landscape import check_steps
 from diagnostics.probe import Rows, Site, StepView, default_name
 from diagnostics.schedules import Schedule, every
@@ -176,16 +177,25 @@ def _still(which: Which, layers: int) -> int | None:
     return {"preceding": 0, "following": layers - 1}.get(which)
 
 
+def references(path: Path, gradient: Blocks) -> list[Reference]:
+    """G of each layer."""
+    return [Reference([gradient[index] for index in layer.indices]) for layer in path.layers]
+
+
 def measured(
-    at: Gradients, path: Path, gradient: Blocks, after: Blocks, which: Which, noise: frozenset[int] = frozenset()
-) -> Shift:
-    """Definition 2.1 for a model; layers in ``noise`` have neither a relative change nor a cosine."""
-    references = [Reference([gradient[index] for index in layer.indices]) for layer in path.layers]
+    at: Gradients,
+    path: Path,
+    plain: Sequence[Reference],
+    after: Blocks,
+    which: Which,
+    noise: frozenset[int] = frozenset(),
+) -> list[Comparison]:
+    """Definition 2.1 for each layer of a model, ``plain`` being `references`; layers in ``noise`` are undefined."""
     compared = []
-    for place, (reference, blocks) in enumerate(zip(references, _changed(at, path, after, which), strict=True)):
+    for place, (reference, blocks) in enumerate(zip(plain, _changed(at, path, after, which), strict=True)):
         found = reference.compare(blocks) if blocks else _same(reference.norm)
         compared.append(Comparison(found.norm, found.distance, math.nan, math.nan) if place in noise else found)
-    return Shift.of(which, compared)
+    return compared
 
 
 def _same(norm: float) -> Comparison:
@@ -194,27 +204,24 @@ def _same(norm: float) -> Comparison:
     return Comparison(norm, norm - norm, 0.0 if defined else math.nan, 1.0 if defined else math.nan)
 
 
-def rounding_noise(at: Gradients, path: Path, gradient: Blocks) -> frozenset[int]:
+def rounding_noise(at: Gradients, path: Path, plain: Sequence[Reference]) -> frozenset[int]:
     """The layers whose gradient is what rounding leaves of zero, such as a bias before batch normalization.
 
     Moving every parameter by about the last place changes a gradient hardly, and rounding noise entirely. Only layers
     with a gradient far below the largest are put to that test, which costs one evaluation.
     """
-    norms = [Reference([gradient[index] for index in layer.indices]).norm for layer in path.layers]
-    largest = max(norms)
-    eps = max(torch.finfo(block.dtype).eps for block in gradient)
-    suspects = [place for place, size in enumerate(norms) if 0 < size <= math.sqrt(eps) * largest]
+    largest = max(reference.norm for reference in plain)
+    eps = max(torch.finfo(block.dtype).eps for block in at.theta)
+    suspects = [place for place, g in enumerate(plain) if 0 < g.norm <= math.sqrt(eps) * largest]
     if not suspects or not math.isfinite(largest):
         return frozenset()
     at.put(tuple(block * (1 + 2 * eps) for block in at.theta))
     again = at.gradient()[1]
-    noise = []
-    for place in suspects:
-        indices = path.layers[place].indices
-        apart = Reference([gradient[index] for index in indices]).compare([again[index] for index in indices])
-        if apart.relative > 0.1:
-            noise.append(place)
-    return frozenset(noise)
+
+    def apart(place: int) -> Comparison:
+        return plain[place].compare([again[index] for index in path.layers[place].indices])
+
+    return frozenset(place for place in suspects if apart(place).relative > 0.1)
 
 
 class CovariateShift:
@@ -273,6 +280,7 @@ class CovariateShift:
         self.name = default_name(self) if name is None else name
         self._rate = Rate(learning_rate)
         self._path: Path | None = None
+        self._held: list[nn.Module] | None = None
 
     @property
     def active(self) -> bool:
@@ -287,33 +295,35 @@ class CovariateShift:
         """
         _check_site(site, self.name, self.layers)
         self._path = None
+        self._held = normalizers(site.model)
 
     def measure(self, view: StepView) -> Iterable[Rows]:
         """Every layer's gradient at theta_t and with others at theta_{t+1}."""
-        mode = view.site.mode_name(self.mode)
+        mode = view.site.mode_name(self.mode, self._held)
         with Gradients.of_view(view, chosen_batch(self.on, view), mode=self.mode, chunks=self.chunks) as at:
             self._path = path = self._path or _first_look(at, self.layers, self.group)
             after = tuple(view.after[name] for name in at.names)
             loss, gradient = at()
-            whole = {"loss": float(loss), "total_gradient_norm": norm(gradient), "step_norm": _apart(at.theta, after)}
-            noise = rounding_noise(at, path, gradient)
-            found = {which: measured(at, path, gradient, after, which, noise) for which in self.which}
+            plain = references(path, gradient)
+            whole = {"loss": float(loss), "total_gradient_norm": math.hypot(*(g.norm for g in plain))}
+            whole["step_norm"] = distance(at.theta, after)
+            noise = rounding_noise(at, path, plain)
+            found = {which: measured(at, path, plain, after, which, noise) for which in self.which}
             rate = self._rate.at(view, self.name, "predicted") if self.predict else None
             if rate is not None:
                 vector = flat(gradient)
                 whole["directional_curvature"] = directional_curvature(at.hessian(), vector).directional
         rows = [Rows("-", whole, mode=mode)]
         for place, layer in enumerate(path.layers):
-            values = {"gradient_norm": float(found[self.which[0]].gradient_norm[place])}
+            values = {"gradient_norm": plain[place].norm}
             for which, shift in found.items():
-                values |= {f"{name}{_suffix(which)}": float(getattr(shift, name)[place]) for name in _STATISTICS}
+                values |= {f"{name}{_suffix(which)}": value for name, value in _statistics(shift[place])}
             if rate is not None:
                 values["predicted"] = predicted(rate * whole["directional_curvature"], place, len(path.layers))
             rows.append(Rows(layer.name, values, mode=mode))
         return rows
 
 
-_STATISTICS = ("l2", "relative", "cosine")
 _UNITS = ("curvature", "sharpness")
 
 
@@ -383,6 +393,7 @@ class VirtualShift:
         self.when: Schedule = every(1) if when is None else when
         self.name = default_name(self) if name is None else name
         self._path: Path | None = None
+        self._held: list[nn.Module] | None = None
 
     @property
     def active(self) -> bool:
@@ -397,21 +408,26 @@ class VirtualShift:
         """
         _check_site(site, self.name, self.layers)
         self._path = None
+        self._held = normalizers(site.model)
 
     def measure(self, view: StepView) -> Iterable[Rows]:
         """Every step size in either unit, from theta_t."""
-        mode = view.site.mode_name(self.mode)
+        mode = view.site.mode_name(self.mode, self._held)
         with Gradients.of_view(view, chosen_batch(self.on, view), mode=self.mode, chunks=self.chunks) as at:
             self._path = path = self._path or _first_look(at, self.layers, self.group)
             loss, gradient = at()
             curvature, top = self._units(at, flat(gradient))
-            noise = rounding_noise(at, path, gradient)
+            plain = references(path, gradient)
+            noise = rounding_noise(at, path, plain)
             points: dict[str, list[float]] = {}
             of_layers: list[dict[str, list[float]]] = [{} for _ in path.layers]
             for unit, size in zip(_UNITS, (curvature, float(top.values[0])), strict=True):
                 for c in self.sizes:
                     eta = c / size if 0 < size < math.inf else math.nan
-                    self._walk(at, path, (loss, gradient), eta, unit, noise, points, of_layers)
+                    there = self._walk(at, (loss, gradient), eta, unit, points)
+                    for which in self.which:
+                        shift = measured(at, path, plain, there, which, noise)
+                        _append(of_layers, shift, f"{_suffix(which)}_by_{unit}", defined=math.isfinite(eta))
                     for place, values in enumerate(of_layers):
                         share = predicted(eta * curvature, place, len(path.layers))
                         values.setdefault(f"predicted_by_{unit}", []).append(share)
@@ -442,17 +458,9 @@ class VirtualShift:
         return directional_curvature(hessian, gradient).directional, top
 
     def _walk(
-        self,
-        at: Gradients,
-        path: Path,
-        here: tuple[Tensor, Blocks],
-        eta: float,
-        unit: str,
-        noise: frozenset[int],
-        points: dict[str, list[float]],
-        of_layers: Sequence[dict[str, list[float]]],
-    ) -> None:
-        """Append what one step along the gradient finds; ``eta`` may be NaN."""
+        self, at: Gradients, here: tuple[Tensor, Blocks], eta: float, unit: str, points: dict[str, list[float]]
+    ) -> Blocks:
+        """theta', where a step of ``eta`` (it may be NaN) leads; what the whole network finds there is appended."""
         loss, gradient = here
         there = moved(at.theta, gradient, -eta)
         end, changed = at(there)
@@ -465,12 +473,19 @@ class VirtualShift:
             ("gradient_cosine", apart.cosine),
         ):
             points.setdefault(f"{name}_by_{unit}", []).append(value)
-        for which in self.which:
-            shift = measured(at, path, gradient, there, which, noise)
-            for place, values in enumerate(of_layers):
-                for name in _STATISTICS:
-                    value = float(getattr(shift, name)[place]) if math.isfinite(eta) else math.nan
-                    values.setdefault(f"{name}{_suffix(which)}_by_{unit}", []).append(value)
+        return there
+
+
+def _append(
+    of_layers: Sequence[dict[str, list[float]]], shift: Sequence[Comparison], suffix: str, *, defined: bool
+) -> None:
+    for values, compared in zip(of_layers, shift, strict=True):
+        for name, value in _statistics(compared):
+            values.setdefault(f"{name}{suffix}", []).append(value if defined else math.nan)
+
+
+def _statistics(compared: Comparison) -> tuple[tuple[str, float], ...]:
+    return ("l2", compared.distance), ("relative", compared.relative), ("cosine", compared.cosine)
 
 
 def _suffix(which: Which) -> str:
@@ -495,7 +510,3 @@ def _check_site(site: Site, name: str, layers: Sequence[str] | None) -> None:
 def _first_look(at: Gradients, layers: Sequence[str] | None, group: Grouping) -> Path:
     at.check()
     return find(at, layers, group)
-
-
-def _apart(a: Blocks, b: Blocks) -> float:
-    return norm([y - x for x, y in zip(a, b, strict=True)])

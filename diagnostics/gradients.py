@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from diagnostics._vectors import Blocks, Reference, unflat
 from diagnostics.curvature import hessian_vector_product
-from diagnostics.guard import Generator, normalizers
+from diagnostics.guard import Generator, guard, normalizers
 from diagnostics.probe import Before, Loss, Site, StepView
 from diagnostics.taps import named_parameters
 
@@ -105,7 +105,7 @@ class Surroundings:
         self._entry = view._entry
         self._buffers = [(*place, place[0]._buffers[place[1]]) for place in self._entry.places]
         self._versions = [_version(buffer) for *_, buffer in self._buffers]
-        self._attributes = [(module, dict(vars(module))) for module in view.model.modules()]
+        self._attributes = [(module, dict(vars(module))) for module, _ in self._entry.training]
         self._moved: tuple[list[int], list[int]] | None = None
         self._ran = False
         self.random = False
@@ -145,7 +145,7 @@ class Surroundings:
         late = [index for index in self._moved_buffers() if index not in known]
         if late:
             raise ValueError(f"buffer {self._buffers[late[0]][1]!r} is moved by some forwards and not by others")
-        if not self.random and self._entry.streams.moved():
+        if not self.random and self._entry.streams.moved(numpy=False):
             raise ValueError("the forward draws random numbers at some parameters and not at others")
 
     def _moved_buffers(self) -> list[int]:
@@ -236,7 +236,7 @@ class Gradients:
             _entry=before,
             _parameters=named_parameters(model),
         )
-        with cls.of_view(view, batch, mode=mode, chunks=chunks) as at:
+        with guard(model, generators, parameters=False), cls.of_view(view, batch, mode=mode, chunks=chunks) as at:
             yield at
 
     @classmethod
@@ -244,8 +244,8 @@ class Gradients:
     def of_view(
         cls, view: StepView, batch: Any, *, mode: str = "step", chunks: Chunks | None = None
     ) -> Iterator[Gradients]:
-        """The model as the step found it, on any batch; arguments as in `of_model`."""
-        with view.at(mode=mode):
+        """The model as the step found it, on any batch, in a probe's `measure`; arguments as in `of_model`."""
+        with view.at(mode=mode, streams=False):
             at = cls(view, batch, chunks=chunks)
             yield at
             at.surroundings.verify()

@@ -26,8 +26,6 @@ __all__ = ["RandomState", "guard", "is_normalizer", "normalizers", "set_mode"]
 
 T = TypeVar("T")
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-# Containers that a module fills through its own methods; guarded by what they hold, not by which object they are.
-_CONTAINERS = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 class RandomState:
@@ -58,11 +56,11 @@ class RandomState:
         for generator, state in self._generators:
             _set(generator, state)
 
-    def moved(self) -> bool:
-        """Whether any stream has moved since."""
+    def moved(self, *, numpy: bool = True) -> bool:
+        """Whether any stream has moved since; ``numpy=False`` leaves numpy's out, which takes longer than the rest."""
         if not torch.equal(torch.get_rng_state(), self._torch) or random.getstate() != self._python:
             return True
-        if not _alike(np.random.get_state(), self._numpy):  # noqa: NPY002 - as above
+        if numpy and not _alike(np.random.get_state(), self._numpy):  # noqa: NPY002 - as above
             return True
         if torch.cuda.is_initialized() and not _alike(torch.cuda.get_rng_state_all(), self._cuda):  # type: ignore[no-untyped-call]  # as above
             return True
@@ -114,10 +112,10 @@ class _Module:
 
     def __init__(self, module: nn.Module, *, parameters: bool) -> None:
         self._module = module
-        self._attributes = {name: value for name, value in vars(module).items() if name not in _CONTAINERS}
+        self._attributes = dict(vars(module))  # the containers with it: which objects they are is no matter
         self._parameters = dict(module._parameters)
         self._buffers = dict(module._buffers)
-        weights = [tensor for tensor in module._parameters.values() if tensor is not None]
+        weights = [tensor for tensor in self._parameters.values() if tensor is not None]
         self._held = [(weight, weight.data, weight.grad, weight.requires_grad) for weight in weights]
         self._copy_parameters = parameters
 
@@ -136,26 +134,32 @@ class _Module:
 
     def restore(self) -> None:
         attributes = vars(self._module)
-        for name in [n for n in attributes if n not in self._attributes and n not in _CONTAINERS]:
-            del attributes[name]
         attributes.update(self._attributes)
+        if len(attributes) != len(self._attributes):
+            for name in attributes.keys() - self._attributes.keys():
+                del attributes[name]
         _put_back(self._module._parameters, self._parameters)
         _put_back(self._module._buffers, self._buffers)
         for weight, data, grad, requires_grad in self._held:
             weight.data = data
-            weight.requires_grad_(requires_grad)
+            if weight.requires_grad != requires_grad:
+                weight.requires_grad_(requires_grad)
             if weight.grad is not grad:
                 weight.grad = grad
 
 
 def _put_back(held: dict[str, T], wanted: dict[str, T]) -> None:
+    if not held and not wanted:
+        return
     if list(held) != list(wanted) or any(held[name] is not value for name, value in wanted.items()):
         held.clear()
         held.update(wanted)
 
 
 @contextmanager
-def guard(model: nn.Module, generators: Iterable[Generator] = (), *, parameters: bool = True) -> Iterator[None]:
+def guard(
+    model: nn.Module, generators: Iterable[Generator] = (), *, parameters: bool = True, streams: bool = True
+) -> Iterator[None]:
     """Whatever happens to ``model`` or to a random stream inside the block is undone at its end.
 
     Args:
@@ -163,8 +167,9 @@ def guard(model: nn.Module, generators: Iterable[Generator] = (), *, parameters:
         generators: Random generators that no module of the model holds.
         parameters: Copy the parameters too. False saves that memory where the block only ever exchanges their
             ``.data`` and never writes to it; the exchange is undone all the same.
+        streams: Put the random streams back too. False is for a guard inside another one, which does.
     """
-    streams = RandomState(model, generators)
+    kept = RandomState(model, generators) if streams else None
     modules = [_Module(module, parameters=parameters) for module in model.modules()]
     try:
         copies: dict[int, Tensor] = {}
@@ -174,7 +179,8 @@ def guard(model: nn.Module, generators: Iterable[Generator] = (), *, parameters:
     finally:
         for module in modules:
             module.restore()
-        streams.restore()
+        if kept is not None:
+            kept.restore()
 
 
 def is_normalizer(module: nn.Module) -> bool:

@@ -22,10 +22,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from diagnostics._vectors import Blocks, GradientAt, Reference, as_blocks, moved, norm
+from diagnostics._vectors import Blocks, GradientAt, Reference, as_blocks, norm
 from diagnostics.gradients import Chunks, Gradients, Rate, check_mode, check_on, chosen_batch
+from diagnostics.guard import normalizers
 from diagnostics.probe import Rows, Site, StepView, default_name
 from diagnostics.schedules import Schedule, every
 
@@ -81,18 +82,19 @@ def along_gradient(
     reference = Reference(gradient)
     if reference.norm == 0:
         raise ValueError("the gradient is zero: there is no direction to walk along")
-    along, stretch = gradient, 1.0
+    along, stretch = reference.pieces, 1.0
     if direction is not None:
-        along = as_blocks(direction)
-        if [part.shape for part in along] != [part.shape for part in blocks]:
+        other = as_blocks(direction)
+        if [part.shape for part in other] != [part.shape for part in blocks]:
             raise ValueError("direction must have the shapes of theta")
-        length = norm(along)
+        along, length = reference.layout.pieces(other), norm(other)
         if length == 0:
             raise ValueError("the direction is zero")
         stretch = reference.norm / length
+    start = reference.layout.pieces(blocks)
     losses, differences, cosines = [], [], []
     for step in grid:
-        there, seen = gradient_at(moved(blocks, along, -step * stretch))
+        there, seen = gradient_at(reference.layout.moved(blocks, start, along, -step * stretch))
         apart = reference.compare(seen)
         del seen
         losses.append(float(there))
@@ -184,6 +186,7 @@ class AlongGradient:
         self.name = default_name(self, direction) if name is None else name
         self._rate = Rate(learning_rate)
         self._checked = False
+        self._held: list[nn.Module] | None = None
 
     @property
     def active(self) -> bool:
@@ -199,6 +202,7 @@ class AlongGradient:
         if site.loss is None:
             raise ValueError(f"{self.name} differentiates the loss: give the recorder loss=loss_fn")
         self._checked = False
+        self._held = normalizers(site.model)
 
     def measure(self, view: StepView) -> Iterable[Rows]:
         """Walk from theta_t."""
@@ -224,7 +228,7 @@ class AlongGradient:
         if rate is not None:
             points["eta_times_smoothness"] = rate * ray.effective_smoothness
             whole["eta_times_smoothness"] = rate * whole["effective_smoothness"]
-        mode = view.site.mode_name(self.mode)
+        mode = view.site.mode_name(self.mode, self._held)
         return [
             Rows("-", {name: value.numpy() for name, value in points.items()}, mode=mode),
             Rows("-", whole, mode=mode),

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diagnostics._vectors import flat
 from diagnostics.curvature import directional_curvature
 from diagnostics.gradients import Chunks, Gradients, check_mode, check_on, chosen_batch
+from diagnostics.guard import normalizers
 from diagnostics.probe import Rows, Site, StepView, default_name
 from diagnostics.schedules import Schedule, every
 
@@ -304,6 +305,7 @@ class Sharpness:
         self.when: Schedule = every(1) if when is None else when
         self.name = default_name(self, "batch" if isinstance(on, str) else "fixed") if name is None else name
         self._checked = False
+        self._held: list[nn.Module] | None = None
 
     @property
     def active(self) -> bool:
@@ -319,10 +321,11 @@ class Sharpness:
         if site.loss is None:
             raise ValueError(f"{self.name} differentiates the loss: give the recorder loss=loss_fn")
         self._checked = False
+        self._held = normalizers(site.model)
 
     def measure(self, view: StepView) -> Iterable[Rows]:
         """The spectrum's upper end at theta_t."""
-        mode = view.site.mode_name(self.mode)
+        mode = view.site.mode_name(self.mode, self._held)
         with Gradients.of_view(view, chosen_batch(self.on, view), mode=self.mode, chunks=self.chunks) as at:
             if not self._checked:
                 at.check()

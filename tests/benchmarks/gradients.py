@@ -141,8 +141,9 @@ def _gradient(case: Case) -> tuple[Tensor, ...]:
 def _beside(make: Callable[[], Case], probe: Callable[[float], ActiveProbe]) -> Iterator[tuple[Work, Work]]:
     case = make()
     view = _view(case)
-    measure = probe(case.rate).measure
-    yield lambda: list(measure(view)), lambda: _gradient(case)
+    made = probe(case.rate)
+    made.bind(view.site)
+    yield lambda: list(made.measure(view)), lambda: _gradient(case)
 
 
 @contextmanager

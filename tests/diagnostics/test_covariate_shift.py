@@ -23,7 +23,7 @@ from diagnostics import (
     read_run,
 )
 from diagnostics._path import find
-from diagnostics.covariate_shift import measured
+from diagnostics.covariate_shift import measured, references
 from diagnostics.probe import ProbeError
 from tests.models import awkward, awkward_batches, cross_entropy, seed_everything
 from tests.reference import gradients as twin
@@ -234,13 +234,14 @@ def test_the_chain_and_the_long_way_agree_to_the_bit(network, which):
         path = find(at)
         assert path.chain is not None
         after = tuple(block + 0.05 * torch.cos(7 * block) for block in at.theta)
-        _, gradient = at()
-        short = measured(at, path, gradient, after, which)
-        long = measured(at, type(path)(path.layers, None), gradient, after, which)
-        plain = internal_covariate_shift(at, at.theta, after, [layer.indices for layer in path.layers], which)
-    for name in ("l2", "relative", "cosine"):
-        assert getattr(short, name).tolist() == getattr(long, name).tolist()
-        torch.testing.assert_close(getattr(short, name), getattr(plain, name), rtol=1e-12, atol=1e-14)
+        plain = references(path, at()[1])
+        short = measured(at, path, plain, after, which)
+        long = measured(at, type(path)(path.layers, None), plain, after, which)
+        twice = internal_covariate_shift(at, at.theta, after, [layer.indices for layer in path.layers], which)
+    assert short == long
+    for name, field in (("l2", "distance"), ("relative", "relative"), ("cosine", "cosine")):
+        values = [getattr(compared, field) for compared in short]
+        assert getattr(twice, name).tolist() == pytest.approx(values, rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -445,9 +446,9 @@ def test_what_is_no_chain_goes_the_long_way(change):
         path = find(at)
         assert path.chain is None
         after = tuple(block + 0.05 for block in at.theta)
-        short = measured(at, path, at()[1], after, "preceding")
+        short = measured(at, path, references(path, at()[1]), after, "preceding")
         plain = internal_covariate_shift(at, at.theta, after, [layer.indices for layer in path.layers])
-    torch.testing.assert_close(short.l2, plain.l2, rtol=1e-12, atol=1e-14)
+    assert [layer.distance for layer in short] == pytest.approx(plain.l2.tolist(), rel=1e-12, abs=1e-14)
 
 
 def test_losses_that_do_more_than_call_the_model_are_followed(tmp_path):
