@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
 from collections.abc import Callable, Iterator
@@ -166,6 +167,7 @@ def _copies(probe: Callable[[float], ActiveProbe]) -> Iterator[Callable[[], floa
 def _peak(work: Work) -> int:
     """Bytes by which ``work`` raises this process's resident memory, at most."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would hide what is taken now
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the high-water mark falls to what is held now
     held = _status("VmRSS")
     work()

@@ -278,3 +278,24 @@ def test_vectors_beyond_the_squares_of_their_type_still_have_a_length(scale):
     assert found.relative == pytest.approx(1, rel=1e-6)
     assert found.cosine == pytest.approx(1, rel=1e-6)
     assert norm([torch.ones(4, dtype=torch.float16) * 300]) == 600
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-2, 1.0, 1e6])
+@pytest.mark.parametrize("sign", [0, -1, 1])
+def test_vectors_of_very_different_lengths_keep_their_angle(scale, sign):
+    generator = torch.Generator().manual_seed(0)
+    a, other = (torch.randn(1000, generator=generator) for _ in range(2))
+    b = scale * (other + sign * a)
+    found = Reference([a]).compare([b])
+    wanted = twin.compare(a.double().numpy(), b.double().numpy())
+    assert found.cosine == pytest.approx(wanted["cosine"], abs=2e-6)
+    assert found.distance == pytest.approx(wanted["l2"], rel=2e-6)
+
+
+def test_vectors_that_hardly_differ_keep_their_distance():
+    a = torch.linspace(1, 2, 1000)
+    b = a.clone()
+    b[::10] *= 1 + 1e-5
+    found, wanted = Reference([a]).compare([b]), twin.compare(a.double().numpy(), b.double().numpy())
+    assert found.distance == pytest.approx(wanted["l2"], rel=1e-5)
+    assert found.cosine == pytest.approx(1, abs=1e-7)
