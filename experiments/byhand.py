@@ -172,8 +172,8 @@ def population_of(
 ) -> dict[str, Population]:
     """`population` at every batch normalization of ``model``, each fed as in training; the model stays as it was.
 
-    ``forward`` runs the model on one of ``batches``. Beside these, a module's own running statistics are moving averages
-    over networks that training has left behind.
+    ``forward`` runs the model on one of ``batches``. A module's own running statistics, beside these, are moving
+    averages over networks that training has left behind.
 
     Raises:
         ValueError: If the model has no batch normalization, or as `population`.

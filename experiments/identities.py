@@ -83,7 +83,7 @@ def _grad(value: Tensor, at: Tensor) -> Tensor:
 
 
 def _jacobian(apply: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
-    found: Tensor = torch.autograd.functional.jacobian(apply, at)  # type: ignore[no-untyped-call]  # torch types it not
+    found: Tensor = torch.autograd.functional.jacobian(apply, at, vectorize=True)  # type: ignore[no-untyped-call]  # torch types it not
     return found
 
 
@@ -139,8 +139,8 @@ def _derivatives(apply: Loss, at: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient and Hessian, by `autograd.grad` twice."""
     at = at.detach().requires_grad_()
     gradient = _grad(apply(at), at)
-    rows = [torch.autograd.grad(one, at, retain_graph=True)[0] for one in gradient]
-    return gradient.detach(), torch.stack(rows)
+    (rows,) = torch.autograd.grad(gradient, at, torch.eye(len(at), dtype=at.dtype), is_grads_batched=True)
+    return gradient.detach(), rows
 
 
 @dataclass(frozen=True)
@@ -564,7 +564,7 @@ def gradient_norms(scales: Sequence[float], *, seed: int, rate: float = 0.1) -> 
         found["turned"].append(float(torch.atan(rate * grad.norm(dim=1) / W.norm(dim=1)).mean()))
         leaf = W.detach().requires_grad_()
         plain = (one.push * torch.tanh(one.u @ leaf.T)).sum()
-        found["plain_gradient"].append(float(_grad(plain, leaf).norm()))
+        found["plain_gradient"].append(float(_grad(plain, leaf).detach().norm()))
     return found
 
 
