@@ -155,9 +155,11 @@ def guard(model: nn.Module, generators: Iterable[Generator] = (), *, parameters:
 def is_normalizer(module: nn.Module) -> bool:
     """Whether ``module`` computes otherwise on batch statistics than on population statistics.
 
-    That is every torch batch or instance normalization, and any module that owns a buffer ``running_mean``.
+    That is any module with a buffer ``running_mean`` (torch's batch normalization, and instance normalization that
+    tracks), and any that says so by a true attribute ``differs_in_training``. A batch normalization that tracks nothing
+    is none: it has no population statistics, and uses the batch's in evaluation too.
     """
-    return isinstance(module, nn.modules.batchnorm._NormBase) or "running_mean" in module._buffers
+    return module._buffers.get("running_mean") is not None or bool(getattr(module, "differs_in_training", False))
 
 
 def normalizers(model: nn.Module) -> list[nn.Module]:

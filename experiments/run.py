@@ -11,24 +11,22 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from diagnostics.record import read_status
 from diagnostics.recorder import Recorder, read_checkpoint
-from experiments import datasets, networks, normalizers
-from experiments.config import DataConfig, MachineConfig, NetworkConfig, NormalizerConfig
+from experiments.assemble import make_data, make_network
+from experiments.config import MachineConfig
 from experiments.datasets import Dataset
 from experiments.environment import describe
 from experiments.seeds import Order, Streams, global_state, load_global_state, seed_globals
 from experiments.study import Job, Outcome, standing
-from experiments.train import Batch, cross_entropy, optimizer_for, train
+from experiments.train import Batch, Objective, optimizer_for, train
 
-__all__ = ["make_data", "make_network", "run"]
+__all__ = ["run"]
 
 PART_EVERY = 1000  # steps a part of the record, and from one checkpoint to the next
 
@@ -68,8 +66,9 @@ class _Session:
         seed_globals(config.seed)
         self.config = config
         self.streams = Streams(config.seed)
-        self.data = _on(device, make_data(config.data))
-        self.model = make_network(config.network, config.normalizer, self.streams.torch("init")).to(device)
+        self.data = _on(device, make_data(config.data, self.streams))
+        self.model = make_network(config.network, config.normalizer, self.streams).to(device)
+        self.objective = Objective.of(self.data, config.training)
         self.optimizer = optimizer_for(self.model, config.training)
         self.order = Order(len(self.data.train_inputs), config.training.batch, self.streams.torch("order"))
         self.fixed = _fixed_examples(self.data, config.evaluation.fixed, self.streams)
@@ -77,7 +76,7 @@ class _Session:
             self.model,
             job.folder,
             job.probes(config, self.data, self.streams),
-            loss=cross_entropy,
+            loss=self.objective,
             optimizer=self.optimizer,
             config=config.canonical(),
             environment=describe(device, config.machine.threads),
@@ -94,12 +93,13 @@ class _Session:
             self.model,
             self.data,
             self.order,
+            objective=self.objective,
             training=self.config.training,
             evaluation=self.config.evaluation,
             optimizer=self.optimizer,
             recorder=self.recorder,
             start=self.start,
-            normalized=self.config.normalizer.kind != "none",
+            normalized=self.config.normalizer.has_modes,
             progress=progress,
             fixed=self.fixed,
         )
@@ -119,35 +119,6 @@ class _Session:
         self.order.load(state["order"])
         self.streams.load(state["streams"])
         load_global_state(state["global"])
-
-
-@lru_cache(maxsize=1)  # a worker's runs share their data
-def make_data(config: DataConfig) -> Dataset:
-    """The data that ``config`` names, in memory; nobody writes to it.
-
-    Raises:
-        ValueError: If it is absent or damaged; says where it was looked for.
-    """
-    return datasets.mnist(binarize=config.binarize, threshold=config.threshold)
-
-
-def make_network(config: NetworkConfig, normalizer: NormalizerConfig, generator: torch.Generator) -> nn.Module:
-    """The network that ``config`` names, with ``normalizer`` in its slots and weights drawn from ``generator``."""
-
-    def slot(features: int) -> nn.Module:
-        if normalizer.kind == "none":
-            return normalizers.none(features)
-        return normalizers.Batch(features, eps=normalizer.epsilon, momentum=normalizer.momentum)
-
-    return networks.mlp(
-        inputs=config.inputs,
-        hidden=config.hidden,
-        outputs=config.outputs,
-        activation=config.activation,
-        init_std=config.init_std,
-        normalizer=slot,
-        generator=generator,
-    )
 
 
 def _fixed_examples(data: Dataset, count: int, streams: Streams) -> Batch | None:

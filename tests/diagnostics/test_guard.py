@@ -127,8 +127,15 @@ def test_a_normalizer_is_what_keeps_running_statistics():
             super().__init__()
             self.register_buffer("running_mean", torch.zeros(2))
 
+    class Says(nn.Module):
+        differs_in_training = True
+
     assert is_normalizer(nn.BatchNorm1d(2))
-    assert is_normalizer(nn.BatchNorm1d(2, track_running_stats=False))
+    assert is_normalizer(nn.InstanceNorm1d(2, track_running_stats=True))
+    # without population statistics there are no two modes to tell apart
+    assert not is_normalizer(nn.BatchNorm1d(2, track_running_stats=False))
+    assert not is_normalizer(nn.InstanceNorm1d(2))
+    assert is_normalizer(Says())
     assert is_normalizer(nn.SyncBatchNorm(2))
     assert is_normalizer(Own())
     assert not is_normalizer(nn.LayerNorm(2))

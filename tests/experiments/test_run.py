@@ -17,7 +17,7 @@ from diagnostics.record import RunWriter, read_run, read_status
 from experiments import run as module
 from experiments.config import EvaluationConfig, MachineConfig, MLPConfig, NormalizerConfig, RunConfig, TrainingConfig
 from experiments.datasets import Dataset
-from experiments.run import make_network, run
+from experiments.run import run
 from experiments.seeds import Streams
 from experiments.study import Job, Outcome
 
@@ -69,7 +69,7 @@ def content(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART_EVERY", 50)
-    monkeypatch.setattr(module, "make_data", lambda config: toy())
+    monkeypatch.setattr(module, "make_data", lambda config, streams: toy())
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PART_EVERY", 50)
-        patch.setattr(module, "make_data", lambda config: toy())
+        patch.setattr(module, "make_data", lambda config, streams: toy())
         assert run(job(folder), ignore) == Outcome("complete")
     return content(folder)
 
@@ -142,7 +142,7 @@ def test_progress_is_assessed_on_the_same_training_examples_in_every_arm(
 def test_a_result_is_never_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str) -> None:
     with RunWriter(tmp_path / "run", config=CONFIG.canonical(), environment={}) as writer:
         writer.close(status)
-    monkeypatch.setattr(module, "make_data", lambda config: pytest.fail("data was loaded"))
+    monkeypatch.setattr(module, "make_data", lambda *_: pytest.fail("data was loaded"))
     assert run(job(tmp_path / "run"), ignore) == Outcome(status)
 
 
@@ -245,7 +245,7 @@ def test_what_is_wrong_before_the_first_step_leaves_no_folder(tmp_path: Path, mo
     large = CONFIG.model_copy(update={"training": TrainingConfig(batch=41)})
     assert "a batch holds 1 to 40 examples" in refusal(tmp_path / "run", large)
 
-    def absent(config: object) -> Dataset:
+    def absent(config: object, streams: object) -> Dataset:
         raise FileNotFoundError("no such data; looked in nowhere")
 
     monkeypatch.setattr(module, "make_data", absent)
@@ -263,30 +263,13 @@ def test_a_run_has_the_threads_it_was_configured_with(tmp_path: Path) -> None:
     assert session["threads"] == 2
 
 
-def test_a_network_is_built_as_configured() -> None:
-    config = MLPConfig(inputs=6, hidden=(50, 40), outputs=3, activation="tanh", init_std=0.25)
-    normalizer = NormalizerConfig(kind="batch", momentum=0.3, epsilon=1e-3)
-    plain, normalized = (
-        make_network(config, kind, Streams(0).torch("init")) for kind in (NormalizerConfig(), normalizer)
-    )
-    found = dict(normalized.named_modules())
-    assert {"hidden2.linear", "hidden2.normalizer", "hidden2.nonlinearity", "output"} <= set(found)
-    assert isinstance(found["hidden1.nonlinearity"], torch.nn.Tanh)
-    assert (found["hidden1.normalizer"].momentum, found["hidden1.normalizer"].eps) == (0.3, 1e-3)
-    assert isinstance(plain.get_submodule("hidden1.normalizer"), torch.nn.Identity)
-    assert found["hidden2.linear"].weight.shape == (40, 50)
-    assert found["hidden2.linear"].weight.std().item() == pytest.approx(0.25, rel=0.1)
-    for name in ("hidden1.linear", "hidden2.linear", "output"):  # common random numbers
-        assert torch.equal(plain.get_submodule(name).weight, found[name].weight)
-
-
 SCRIPT = """
 import sys
 from pathlib import Path
 from tests.experiments import test_run
 from experiments import run
 run.PART_EVERY = 50
-run.make_data = lambda config: test_run.toy()
+run.make_data = lambda config, streams: test_run.toy()
 print(run.run(test_run.job(Path(sys.argv[1]), test_run.LONG), lambda done: None), flush=True)
 """
 
