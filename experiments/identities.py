@@ -620,7 +620,7 @@ def failure(treatment: Treatment, *, steps: int, rate: float, seed: int, example
             mean, sd = mean.detach(), sd.detach()
         loss = ((x - mean) / sd - 1).square().mean() / 2
         for values, value in ((found.b, b), (found.w, w), (found.loss, loss)):
-            values.append(float(value))
+            values.append(float(value.detach()))
         if step < steps:
             grads = torch.autograd.grad(loss, learned)
             with torch.no_grad():
