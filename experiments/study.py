@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import pkgutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,7 @@ class Study(Generic[Fields]):
             trains nothing.
         probes: What measures training.
         compute: What an arm that trains nothing records.
+        refuse: Raises ValueError for a drawing that the fields' runs cannot give: before they are made.
     """
 
     name: str
@@ -146,6 +148,7 @@ class Study(Generic[Fields]):
     configure: Callable[[Fields, Arm, int, Device], RunConfig | Computation]
     probes: ProbesFor | None = None
     compute: Compute | None = None
+    refuse: Callable[[Fields, Any], None] = lambda fields, drawing: None
 
     def jobs(self, fields: Fields, seeds: Sequence[int], *, device: Device, folder: Path) -> list[Job]:
         """One job for every seed and arm, in folders under ``folder``/runs.
@@ -185,12 +188,19 @@ class Study(Generic[Fields]):
             ],
         }
         folder.mkdir(parents=True, exist_ok=True)
-        path, temporary = folder / "study.json", folder / "study.json.tmp"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(statement, indent=2, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        path = folder / "study.json"
+        # A name of its own: the same study may be asked for twice at a time.
+        descriptor, temporary = tempfile.mkstemp(prefix=".study.json.", dir=folder)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(json.dumps(statement, indent=2, ensure_ascii=False) + "\n")
+                file.flush()
+                os.fchmod(descriptor, 0o644)
+                os.fsync(descriptor)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
         return path
 
 
