@@ -49,7 +49,7 @@ def sweep(jobs: Sequence[Job], *, workers: int) -> list[Outcome]:
         raise ValueError(f"a sweep takes 1 worker or more, got {workers}")
     if not jobs:
         return []
-    queue = sorted(range(len(jobs)), key=lambda index: _length(jobs[index]), reverse=True)
+    queue = sorted(range(len(jobs)), key=lambda index: jobs[index].length, reverse=True)
     threads = max(job.config.machine.threads for job in jobs)
     workers = min(workers, len(jobs))
     with ExitStack() as stack:
@@ -83,7 +83,7 @@ class Board:
         """A new board for these jobs."""
         if path is not None:
             path.write_bytes(_NOT_BEGUN * len(jobs))
-        return cls(path, [job.config.training.steps for job in jobs])
+        return cls(path, [job.steps for job in jobs])
 
     def __enter__(self) -> Board:
         return self
@@ -164,7 +164,7 @@ def _work(path: Path | None, index: int, job: Job) -> Outcome:
         from experiments.run import run  # loads torch, once a worker, after its thread count was set
 
         outcome = run(job, partial(board.note, index))
-        board.note(index, job.config.training.steps)
+        board.note(index, job.steps)
         return outcome
 
 
@@ -239,8 +239,3 @@ def _bar(board: Board) -> Iterator[None]:
         finally:
             end.set()
             thread.join()
-
-
-def _length(job: Job) -> float:
-    """How long a run takes, up to a factor that all share: normalizing costs about half as much again."""
-    return job.config.training.steps * (1.0 if job.config.normalizer.kind == "none" else 1.5)
