@@ -23,7 +23,9 @@ from diagnostics.taps import named_modules, resolve
 
 Grouping = Literal["layer", "module"]
 Atoms = tuple[nn.Module, ...]
-_NORMS: tuple[type, ...] = (nn.LayerNorm, nn.GroupNorm, *([nn.RMSNorm] if hasattr(nn, "RMSNorm") else []))
+_NORMS: tuple[type, ...] = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+if hasattr(nn, "RMSNorm"):
+    _NORMS += (nn.RMSNorm,)
 
 
 @dataclass(frozen=True)

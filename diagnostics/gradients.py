@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from diagnostics._vectors import Blocks, Reference, unflat
 from diagnostics.curvature import hessian_vector_product
-from diagnostics.guard import Generator, guard, normalizers
+from diagnostics.guard import Generator, guard, is_normalizer, isolated
 from diagnostics.probe import Before, Loss, Site, StepView
 from diagnostics.taps import named_parameters
 
@@ -81,6 +81,13 @@ class Chunks:
         return found
 
 
+def _couples(module: nn.Module) -> bool:
+    """Whether it computes an example's output from the others of the batch too."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+        return True
+    return is_normalizer(module) and module.training
+
+
 def _tensors(batch: Any) -> list[Tensor]:
     if isinstance(batch, Tensor):
         return [batch]
@@ -106,6 +113,13 @@ class Surroundings:
         self._buffers = [(*place, place[0]._buffers[place[1]]) for place in self._entry.places]
         self._versions = [_version(buffer) for *_, buffer in self._buffers]
         self._attributes = [(module, dict(vars(module))) for module, _ in self._entry.training]
+        # What may be changed without becoming another object is given anew each time, whether it moved or not.
+        self._mutable = [
+            (module, name, value)
+            for module, held in self._entry.attributes
+            for name, value in held.items()
+            if isolated(value, {}) is not value
+        ]
         self._moved: tuple[list[int], list[int]] | None = None
         self._ran = False
         self.random = False
@@ -130,6 +144,9 @@ class Surroundings:
             for name in vars(module).keys() - kept.keys():
                 del vars(module)[name]
             vars(module).update(kept)
+        copies: dict[int, Any] = {}
+        for module, name, value in self._mutable:
+            vars(module)[name] = isolated(value, copies)
         if self.random:
             self._entry.streams.restore()
 
@@ -191,7 +208,7 @@ class Gradients:
         self._chunks = chunks
         self.parts: list[tuple[float, Any]] = [(1.0, batch)]
         if chunks is not None:
-            coupling = [type(module).__name__ for module in normalizers(view.model) if module.training]
+            coupling = [type(module).__name__ for module in view.model.modules() if _couples(module)]
             if coupling and not chunks.ghost:
                 raise ValueError(
                     f"chunks change what {coupling[0]} computes from the statistics of its batch:"
@@ -225,10 +242,10 @@ class Gradients:
             ValueError: If no parameter requires a gradient, or chunks would change the function.
         """
         site = Site(model, loss, None, tuple(generators))
-        before = Before(site)
+        before = Before(site, batch)
         view = StepView(
             step=0,
-            batch=batch,
+            batch=before.batch,
             site=site,
             before=before.parameters,
             after=before.parameters,

@@ -1,20 +1,24 @@
 """Measure without touching: after a guarded block everything is as it was before, also when the block raises.
 
 What is put back, to the bit and to the identity of the objects: parameters, their ``.grad`` and ``requires_grad``,
-buffers (running statistics, ``num_batches_tracked``), train/eval flags, plain attributes of modules, and every random
-stream: Python's, numpy's, torch's on CPU and on each accelerator, and every generator that a module holds or the caller
-names. The originals are never written to: for the length of the block the model's own Parameter objects hold *copies*
-(``parameter.data`` is exchanged, so an optimizer's, a tied or a recurrent layer's reference stays valid) and copies
-stand in for its buffers. A graph the user has not yet gone backward through notices neither.
+buffers (running statistics, ``num_batches_tracked``), train/eval flags, plain attributes of modules with the tensors,
+arrays, lists, dicts and sets in them, and every random stream: Python's, numpy's, torch's on CPU and on each
+accelerator, and every generator that a module holds or the caller names. The originals are never written to: for the
+length of the block the model's own Parameter objects hold *copies* (``parameter.data`` is exchanged, so an optimizer's,
+a tied or a recurrent layer's reference stays valid) and copies stand in for buffers and for what attributes hold. A
+graph the user has not yet gone backward through notices neither.
 
-Not covered: what the user's own forward does to objects outside its modules (a list it appends to, a file it writes).
+Not covered: what the user's own forward does to objects outside its modules (a list it appends to, a file it writes),
+and to objects of classes that nobody here knows, inside them.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from typing import Any, TypeVar
 
@@ -22,10 +26,59 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RandomState", "guard", "is_normalizer", "normalizers", "set_mode"]
+__all__ = ["RandomState", "guard", "is_normalizer", "isolated", "normalizers", "set_mode"]
 
 T = TypeVar("T")
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+# torch's own bookkeeping: hooks and flags, which no forward changes.
+_TORCHS = frozenset(vars(nn.Module())) | {"training"}
+_SEQUENCES = (list, tuple, set, deque)
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+
+
+def isolated(value: Any, copies: dict[int, Any]) -> Any:
+    """``value`` with a copy of every tensor, array, list, dict, set and deque in it, however deep; the rest as it is.
+
+    Args:
+        value: Anything. What is immutable down to its leaves comes back as the same object.
+        copies: What was copied already, by id; the shared stay shared. It must not outlive the originals.
+    """
+    kind = type(value)
+    if kind is Tensor or kind is np.ndarray:
+        if id(value) not in copies:
+            # A tensor in somebody's graph is theirs: a copy would cut the graph.
+            theirs = kind is Tensor and value.grad_fn is not None
+            copies[id(value)] = value if theirs else _duplicate(value)
+        return copies[id(value)]
+    if kind not in _SEQUENCES and kind not in _MAPPINGS:
+        return value
+    if id(value) in copies:
+        return copies[id(value)]
+    if kind is tuple:
+        parts = [isolated(part, copies) for part in value]
+        same = all(a is b for a, b in zip(parts, value, strict=True))
+        return value if same else tuple(parts)
+    if kind is set:
+        copies[id(value)] = set(value)  # what can be in one is not changed in place
+    elif kind in _MAPPINGS:
+        held = copies[id(value)] = copy(value)
+        for key, part in value.items():
+            held[key] = isolated(part, copies)
+    else:
+        row = copies[id(value)] = [] if kind is list else deque(maxlen=value.maxlen)
+        row.extend(isolated(part, copies) for part in value)
+    return copies[id(value)]
+
+
+def _duplicate(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return value.copy()
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """The plain attributes that a module's class or its user gave it; torch's own bookkeeping left out."""
+    return {name: value for name, value in vars(module).items() if name not in _TORCHS}
 
 
 class RandomState:
@@ -41,7 +94,8 @@ class RandomState:
         held = list(generators)
         if model is not None:
             for module in model.modules():
-                held += [value for value in vars(module).values() if _generates(type(value))]  # type: ignore[arg-type]  # every class is hashable
+                for value in own_attributes(module).values():
+                    _find_generators(value, held)
         self._generators = [(generator, _get(generator)) for generator in {id(g): g for g in held}.values()]
 
     def restore(self) -> None:
@@ -82,6 +136,19 @@ def _alike(found: Any, kept: Any) -> bool:
     return bool(found == kept)
 
 
+def _find_generators(value: Any, found: list[Generator], depth: int = 4) -> None:
+    """Append every generator in ``value``, looking into lists and the like."""
+    kind = type(value)
+    if _generates(kind):  # type: ignore[arg-type]  # every class is hashable
+        found.append(value)
+    elif depth and kind in _MAPPINGS:
+        for part in value.values():
+            _find_generators(part, found, depth - 1)
+    elif depth and kind in _SEQUENCES:
+        for part in value:
+            _find_generators(part, found, depth - 1)
+
+
 @cache
 def _generates(kind: type) -> bool:
     # Asked of types, and once each: of every attribute of every module it would be most of a small record's cost.
@@ -119,7 +186,7 @@ class _Module:
         self._held = [(weight, weight.data, weight.grad, weight.requires_grad) for weight in weights]
         self._copy_parameters = parameters
 
-    def isolate(self, copies: dict[int, Tensor]) -> None:
+    def isolate(self, copies: dict[int, Any]) -> None:
         """Put copies in place; ``copies`` maps the id of what was copied already, so that the tied stay tied."""
         for weight, data, grad, _ in self._held:
             if self._copy_parameters and id(weight) not in copies:
@@ -131,6 +198,10 @@ class _Module:
                 if id(buffer) not in copies:
                     copies[id(buffer)] = buffer.detach().clone()
                 self._module._buffers[name] = copies[id(buffer)]
+        for name, value in own_attributes(self._module).items():
+            substitute = isolated(value, copies)
+            if substitute is not value:
+                vars(self._module)[name] = substitute
 
     def restore(self) -> None:
         attributes = vars(self._module)
@@ -172,7 +243,7 @@ def guard(
     kept = RandomState(model, generators) if streams else None
     modules = [_Module(module, parameters=parameters) for module in model.modules()]
     try:
-        copies: dict[int, Tensor] = {}
+        copies: dict[int, Any] = {}
         for module in modules:
             module.isolate(copies)
         yield
@@ -186,9 +257,11 @@ def guard(
 def is_normalizer(module: nn.Module) -> bool:
     """Whether ``module`` computes otherwise on batch statistics than on population statistics.
 
-    That is every torch batch or instance normalization, and any module that owns a buffer ``running_mean``.
+    That is any module with a buffer ``running_mean`` (torch's batch normalization, and instance normalization that
+    tracks), and any that says so by a true attribute ``differs_in_training``. A batch normalization that tracks nothing
+    is none: it has no population statistics, and uses the batch's in evaluation too.
     """
-    return isinstance(module, nn.modules.batchnorm._NormBase) or "running_mean" in module._buffers
+    return module._buffers.get("running_mean") is not None or bool(getattr(module, "differs_in_training", False))
 
 
 def normalizers(model: nn.Module) -> list[nn.Module]:

@@ -11,6 +11,7 @@ otherwise train without a word.
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
 import http.client
@@ -19,8 +20,9 @@ import os
 import tarfile
 import urllib.request
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -68,6 +70,7 @@ class Dataset:
     test_inputs: Tensor
     test_targets: Tensor
     classes: int  # 0 for regression
+    weight: float = 1.0  # for how many training examples one stands
 
 
 def mnist(binarize: bool = True, threshold: float = 0.5) -> Dataset:
@@ -130,8 +133,10 @@ def cifar10(root: Path | str, *, download: bool = False, standardize: bool = Tru
     places = [root, root / _CIFAR10_FOLDER]
     folder = next((place for place in places if (place / CIFAR10_TEST).is_file()), None)
     if folder is None and download:
-        _download_cifar10(root)
         folder = root / _CIFAR10_FOLDER
+        with _alone(root):  # the runs of a study ask at the same time
+            if not (folder / CIFAR10_TEST).is_file():
+                _download_cifar10(root)
     if folder is None:
         raise DatasetError(
             f"CIFAR-10 is not in {_listed(places)}; ask for the download, or unpack {CIFAR10_URL} into {root}"
@@ -179,6 +184,35 @@ def gaussian(*, dimension: int, examples: int, test_examples: int, scale: float,
     teacher = scale * torch.randn(dimension, dimension, generator=generator)
     train, test = (torch.randn(count, dimension, generator=generator) for count in (examples, test_examples))
     return Dataset("gaussian", train, train @ teacher.T, test, test @ teacher.T, classes=0)
+
+
+def reduced(data: Dataset) -> Dataset:
+    """A linear teacher's set with its N training examples replaced by 2 D points that no linear network can tell apart.
+
+    A linear network's loss, and every gradient of it, depends on the inputs only through their mean and their biased
+    covariance, with batch normalization too. The points ``mean +- sqrt(D) l_j``, with ``l_j`` the columns of the
+    covariance's Cholesky factor, have both; each stands for ``N / (2 D)`` examples.
+
+    Raises:
+        ValueError: If it is no regression set, or its targets are no linear function of its inputs.
+    """
+    if data.classes:
+        raise ValueError(f"{data.name} has classes: only a linear teacher's set can be reduced")
+    inputs, targets = data.train_inputs.double(), data.train_targets.double()
+    teacher = torch.linalg.lstsq(inputs, targets).solution
+    if not torch.allclose(inputs @ teacher, targets, rtol=1e-4, atol=1e-4 * float(targets.abs().max())):
+        raise ValueError(f"the targets of {data.name} are no linear function of its inputs")
+    count, dimension = inputs.shape
+    mean = inputs.mean(0)
+    factor = torch.linalg.cholesky((inputs - mean).T @ (inputs - mean) / count) * math.sqrt(dimension)
+    points = torch.cat([mean + factor.T, mean - factor.T])
+    kind = data.train_inputs.dtype
+    return replace(
+        data,
+        train_inputs=points.to(kind),
+        train_targets=(points @ teacher).to(kind),
+        weight=data.weight * count / len(points),
+    )
 
 
 def read_idx(file: Traversable, sha256: str) -> npt.NDArray[np.uint8]:
@@ -273,6 +307,21 @@ def _channel_moments(pictures: Tensor) -> tuple[Tensor, Tensor]:
     square = torch.linalg.vector_norm(channels, dim=2, keepdim=True).double().square().mean(0) / channels.shape[2]
     deviation = (square - mean.square()).sqrt()
     return mean.float().unsqueeze(2), deviation.float().unsqueeze(2)
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """One process at a time within, for this folder."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(root, os.O_RDONLY)
+    except OSError as error:
+        raise DatasetError(f"CIFAR-10 cannot be put into {root}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _download_cifar10(root: Path) -> None:

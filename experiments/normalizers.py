@@ -202,6 +202,8 @@ class NoiseOnly(_Noise):
         ValueError: If the noise is to come before an affine map: there is none.
     """
 
+    differs_in_training = True  # it has no statistics to be known by
+
     def __init__(self, features: int, *, generator: torch.Generator, law: NoiseLaw = NoiseLaw()) -> None:
         super().__init__()
         if law.place != "after_affine":

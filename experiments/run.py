@@ -2,7 +2,8 @@
 
 A record's status says what to do with it. ``complete`` and ``diverged`` are results and are left alone. ``running`` was
 interrupted, and goes on from its checkpoint: model, optimizer, order and random states are put back, so that the
-finished record has the bytes of one that was never interrupted. ``failed`` is started over.
+finished record has the bytes of one that was never interrupted. ``failed`` is started over, and so is a `Computation`,
+which trains nothing and has no checkpoint.
 """
 
 from __future__ import annotations
@@ -11,24 +12,23 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from diagnostics.record import read_status
+from diagnostics.record import RunWriter, read_status
 from diagnostics.recorder import Recorder, read_checkpoint
-from experiments import datasets, networks, normalizers
-from experiments.config import DataConfig, MachineConfig, NetworkConfig, NormalizerConfig
+from experiments.assemble import make_data, make_network
+from experiments.config import Computation, MachineConfig, RunConfig
 from experiments.datasets import Dataset
 from experiments.environment import describe
 from experiments.seeds import Order, Streams, global_state, load_global_state, seed_globals
 from experiments.study import Job, Outcome, standing
-from experiments.train import Batch, cross_entropy, optimizer_for, train
+from experiments.train import Batch, Objective, optimizer_for, train
 
-__all__ = ["make_data", "make_network", "run"]
+__all__ = ["run"]
 
 PART_EVERY = 1000  # steps a part of the record, and from one checkpoint to the next
 
@@ -45,6 +45,10 @@ def run(job: Job, progress: Callable[[int], None]) -> Outcome:
         if status == "complete" or status == "diverged":
             return Outcome(status)
         with _machine(job.config.machine):
+            if isinstance(job.config, Computation):
+                for _ in _compute(job, status):
+                    began = True
+                return Outcome("complete")
             session = _Session(job, status)
             with session.recorder:
                 began = True
@@ -56,10 +60,34 @@ def run(job: Job, progress: Callable[[int], None]) -> Outcome:
         return Outcome("failed", f"{type(error).__name__}: {error}")
 
 
+def _compute(job: Job, status: str) -> Iterator[None]:
+    """Record what a job that trains nothing computes, anew where it was interrupted; yields once it has begun."""
+    assert isinstance(job.config, Computation)
+    if job.compute is None:
+        raise ValueError(f"{job.name} trains nothing, and its study computes nothing")
+    seed_globals(job.config.seed)
+    machine = job.config.machine
+    blocks = iter(job.compute(job.config))
+    first = next(blocks, None)  # before there is a record: what cannot begin as it was asked for is refused
+    if first is None:
+        raise ValueError(f"{job.name} computed nothing")
+    environment = describe(machine.device, machine.threads)
+    with RunWriter(
+        job.folder, config=job.config.canonical(), environment=environment, overwrite=status != "absent"
+    ) as writer:
+        yield
+        for step, probe, rows in chain([first], blocks):
+            writer.advance(step)
+            writer.write(step, probe, rows.layer, rows.values, units=rows.units, mode=rows.mode)
+
+
 class _Session:
     """Everything a run needs, made from its configuration alone and, to resume, put back to where it stood."""
 
     def __init__(self, job: Job, status: str) -> None:
+        assert isinstance(job.config, RunConfig)
+        if job.probes is None:
+            raise ValueError(f"{job.name} is to be trained, and its study has no probes")
         config, device = job.config, job.config.machine.device
         checkpoint = read_checkpoint(job.folder) if status == "running" else None
         if checkpoint is not None:
@@ -68,8 +96,9 @@ class _Session:
         seed_globals(config.seed)
         self.config = config
         self.streams = Streams(config.seed)
-        self.data = _on(device, make_data(config.data))
-        self.model = make_network(config.network, config.normalizer, self.streams.torch("init")).to(device)
+        self.data = _on(device, make_data(config.data, self.streams))
+        self.model = make_network(config.network, config.normalizer, self.streams).to(device)
+        self.objective = Objective.of(self.data, config.training)
         self.optimizer = optimizer_for(self.model, config.training)
         self.order = Order(len(self.data.train_inputs), config.training.batch, self.streams.torch("order"))
         self.fixed = _fixed_examples(self.data, config.evaluation.fixed, self.streams)
@@ -77,7 +106,7 @@ class _Session:
             self.model,
             job.folder,
             job.probes(config, self.data, self.streams),
-            loss=cross_entropy,
+            loss=self.objective,
             optimizer=self.optimizer,
             config=config.canonical(),
             environment=describe(device, config.machine.threads),
@@ -94,12 +123,13 @@ class _Session:
             self.model,
             self.data,
             self.order,
+            objective=self.objective,
             training=self.config.training,
             evaluation=self.config.evaluation,
             optimizer=self.optimizer,
             recorder=self.recorder,
             start=self.start,
-            normalized=self.config.normalizer.kind != "none",
+            normalized=self.config.normalizer.has_modes,
             progress=progress,
             fixed=self.fixed,
         )
@@ -119,35 +149,6 @@ class _Session:
         self.order.load(state["order"])
         self.streams.load(state["streams"])
         load_global_state(state["global"])
-
-
-@lru_cache(maxsize=1)  # a worker's runs share their data
-def make_data(config: DataConfig) -> Dataset:
-    """The data that ``config`` names, in memory; nobody writes to it.
-
-    Raises:
-        ValueError: If it is absent or damaged; says where it was looked for.
-    """
-    return datasets.mnist(binarize=config.binarize, threshold=config.threshold)
-
-
-def make_network(config: NetworkConfig, normalizer: NormalizerConfig, generator: torch.Generator) -> nn.Module:
-    """The network that ``config`` names, with ``normalizer`` in its slots and weights drawn from ``generator``."""
-
-    def slot(features: int) -> nn.Module:
-        if normalizer.kind == "none":
-            return normalizers.none(features)
-        return normalizers.Batch(features, eps=normalizer.epsilon, momentum=normalizer.momentum)
-
-    return networks.mlp(
-        inputs=config.inputs,
-        hidden=config.hidden,
-        outputs=config.outputs,
-        activation=config.activation,
-        init_std=config.init_std,
-        normalizer=slot,
-        generator=generator,
-    )
 
 
 def _fixed_examples(data: Dataset, count: int, streams: Streams) -> Batch | None:

@@ -1,11 +1,11 @@
 """One seed, several independent named streams.
 
 Every random draw of a run comes from a stream named for its purpose: ``init`` (weights), ``order`` (which examples, in
-which order), ``noise`` (what a normalizer injects), ``probe`` (the examples that probes look at), ``fixed`` (the
-training examples that progress is assessed on) and ``dropout`` (also everything that draws from the process's global
-generators). A stream's own seed is a hash of the run's seed and its name, so that drawing more from one never shifts
-another: arms of a study that share a seed share weights, batches and examples, whatever else differs (common random
-numbers).
+which order), ``data`` (examples that are drawn and not read), ``noise`` (what a normalizer injects), ``probe`` (the
+examples that probes look at), ``fixed`` (the training examples that progress is assessed on) and ``dropout`` (also
+everything that draws from the process's global generators). A stream's own seed is a hash of the run's
+seed and its name, so that drawing more from one never shifts another: arms of a study that share a seed share weights,
+batches and examples, whatever else differs (common random numbers).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 __all__ = ["STREAMS", "Order", "Streams", "global_state", "load_global_state", "seed_globals"]
 
-STREAMS = ("init", "order", "noise", "probe", "fixed", "dropout")
+STREAMS = ("init", "order", "data", "noise", "probe", "fixed", "dropout")
 
 
 def stream_seed(seed: int, name: str) -> int:
@@ -74,13 +74,16 @@ class Streams:
 class Order:
     """Batches of example indices: every epoch a fresh permutation, no example twice in it.
 
-    An epoch's last ``count % batch`` examples, too few for a batch, sit that epoch out.
+    An epoch's last ``count % batch`` examples, too few for a batch, sit that epoch out. A ``full`` batch is all
+    examples, always in the same order: then nothing is random, not even how sums are rounded.
 
     Raises:
         ValueError: If ``batch`` is not within 1..``count``.
     """
 
-    def __init__(self, count: int, batch: int, generator: torch.Generator) -> None:
+    def __init__(self, count: int, batch: int | Literal["full"], generator: torch.Generator) -> None:
+        self._whole = torch.arange(count) if batch == "full" else None
+        batch = count if batch == "full" else batch
         if not 1 <= batch <= count:
             raise ValueError(f"a batch holds 1 to {count} examples, as many as there are, got {batch}")
         self._count, self._batch, self._generator = count, batch, generator
@@ -90,6 +93,8 @@ class Order:
 
     def next(self) -> Tensor:
         """Indices of the next batch, (batch,) int64."""
+        if self._whole is not None:
+            return self._whole
         if self._epoch is None or self._position + self._batch > self._count:
             self._epoch_start = self._generator.get_state()
             self._epoch = torch.randperm(self._count, generator=self._generator)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -15,10 +16,52 @@ from experiments.config import EvaluationConfig, TrainingConfig
 from experiments.datasets import Dataset
 from experiments.seeds import Order
 
-__all__ = ["Batch", "Log", "accuracy", "assess", "cross_entropy", "optimizer_for", "train"]
+__all__ = ["Assessment", "Batch", "Log", "Objective", "assess", "optimizer_for", "train"]
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs (N, ...) and class indices (N,)."""
+"""Inputs (N, ...), and class indices (N,) or values (N, D)."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss that is minimized: cross-entropy in nats where there are classes, else the squared distance to targets.
+
+    Attributes:
+        classes: Whether targets are class indices.
+        reduction: ``mean`` or ``sum`` over examples.
+        weight: For how many examples one stands; it counts in a sum only.
+    """
+
+    classes: bool = True
+    reduction: Literal["mean", "sum"] = "mean"
+    weight: float = 1.0
+
+    @classmethod
+    def of(cls, data: Dataset, training: TrainingConfig) -> Objective:
+        """The loss of these data, reduced as configured."""
+        return cls(data.classes > 0, training.reduction, data.weight)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of ``model`` on ``batch``, a scalar."""
+        inputs, targets = batch
+        outputs = model(inputs)
+        if self.reduction == "sum":
+            return self.total(outputs, targets) * self.weight
+        return F.cross_entropy(outputs, targets) if self.classes else self.total(outputs, targets) / len(inputs)
+
+    def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Summed over examples, each counted once."""
+        if self.classes:
+            return F.cross_entropy(outputs, targets, reduction="sum")
+        return (outputs - targets).square().sum()
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """A network's mean loss on some examples, and the share it classifies rightly; NaN where there are no classes."""
+
+    accuracy: float
+    loss: float
 
 
 class Log(Protocol):
@@ -39,6 +82,7 @@ def train(
     data: Dataset,
     order: Order,
     *,
+    objective: Objective,
     training: TrainingConfig,
     evaluation: EvaluationConfig,
     optimizer: torch.optim.Optimizer,
@@ -50,20 +94,27 @@ def train(
 ) -> None:
     """Take updates ``start`` to ``training.steps``; stop as diverged at the first loss that is not finite.
 
-    ``test_accuracy`` is logged before the update of each step that is due and once at the end; ``train_loss`` is the
-    loss of the step's own batch. On ``fixed`` examples, where there are any, ``fixed_accuracy`` and ``fixed_loss`` are
-    logged at every so-manieth step and at the end. ``progress`` is told the updates done, and may raise to interrupt.
+    ``test_accuracy`` (without classes, ``test_loss``) is logged before the update of each step that is due and once at
+    the end; ``train_loss`` is the loss of the step's own batch. On ``fixed`` examples, where there are any,
+    ``fixed_accuracy`` and ``fixed_loss`` are logged at every so-manieth step and at the end. ``normalized`` says
+    whether training and evaluation differ, and so whether these have a mode. ``progress`` is told the updates done, and
+    may raise to interrupt.
     """
     model.train()
     population, batch_mode = ("population", "batch") if normalized else ("-", "-")
 
     def evaluate(*, held_out: bool, on_fixed: bool) -> None:
         if held_out:
-            recorder.log("test_accuracy", accuracy(model, data.test_inputs, data.test_targets), mode=population)
+            found = assess(model, data.test_inputs, data.test_targets, objective)
+            if objective.classes:
+                recorder.log("test_accuracy", found.accuracy, mode=population)
+            else:
+                recorder.log("test_loss", found.loss, mode=population)
         if on_fixed and fixed is not None:
-            share, loss = assess(model, *fixed)
-            recorder.log("fixed_accuracy", share, mode=population)
-            recorder.log("fixed_loss", loss, mode=population)
+            found = assess(model, *fixed, objective)
+            if objective.classes:
+                recorder.log("fixed_accuracy", found.accuracy, mode=population)
+            recorder.log("fixed_loss", found.loss, mode=population)
 
     for step in range(start, training.steps):
         progress(step)
@@ -73,7 +124,7 @@ def train(
         batch = data.train_inputs[index], data.train_targets[index]
         with recorder.step(batch):
             optimizer.zero_grad()
-            loss = cross_entropy(model, batch)
+            loss = objective(model, batch)
             loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
             optimizer.step()
             value = loss.item()
@@ -86,30 +137,19 @@ def train(
     evaluate(held_out=True, on_fixed=True)
 
 
-def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy over the batch, in nats; a scalar."""
-    inputs, targets = batch
-    return F.cross_entropy(model(inputs), targets)
-
-
-def optimizer_for(model: nn.Module, training: TrainingConfig) -> torch.optim.SGD:
-    """Stochastic gradient descent on every parameter."""
-    return torch.optim.SGD(
-        model.parameters(),
-        lr=training.learning_rate,
-        momentum=training.momentum,
-        weight_decay=training.weight_decay,
-    )
-
-
-def accuracy(model: nn.Module, inputs: Tensor, targets: Tensor, *, chunk: int = 2000) -> float:
-    """Share of (N, ...) ``inputs`` whose largest output is the target; arguments as in `assess`."""
-    return assess(model, inputs, targets, chunk=chunk)[0]
+def optimizer_for(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
+    """Stochastic gradient descent, or Adam, on every parameter."""
+    rate, decay = training.learning_rate, training.weight_decay
+    if training.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), lr=rate, weight_decay=decay)
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=training.momentum, weight_decay=decay)
 
 
 @torch.no_grad()
-def assess(model: nn.Module, inputs: Tensor, targets: Tensor, *, chunk: int = 2000) -> tuple[float, float]:
-    """(accuracy, mean cross-entropy in nats) on (N, ...) ``inputs``, normalized by population statistics.
+def assess(
+    model: nn.Module, inputs: Tensor, targets: Tensor, objective: Objective = Objective(), *, chunk: int = 2000
+) -> Assessment:
+    """Mean loss and accuracy on (N, ...) ``inputs``, normalized by population statistics.
 
     ``chunk`` examples are run at a time. Every module is left in the mode it was found in.
 
@@ -123,8 +163,9 @@ def assess(model: nn.Module, inputs: Tensor, targets: Tensor, *, chunk: int = 20
     correct, loss = 0, 0.0
     for part, wanted in zip(torch.split(inputs, chunk), torch.split(targets, chunk), strict=True):
         outputs = model(part)
-        correct += int((outputs.argmax(dim=1) == wanted).sum().item())
-        loss += F.cross_entropy(outputs, wanted, reduction="sum").item()  # the last chunk may be smaller
+        if objective.classes:
+            correct += int((outputs.argmax(dim=1) == wanted).sum().item())
+        loss += objective.total(outputs, wanted).item()  # the last chunk may be smaller
     for module, training in modes:
         module.training = training
-    return correct / len(inputs), loss / len(inputs)
+    return Assessment(correct / len(inputs) if objective.classes else math.nan, loss / len(inputs))

@@ -61,24 +61,26 @@ def bare(job: Job) -> None:
     """What a run does, without its record."""
     import torch
 
-    from experiments.run import make_data, make_network
+    from experiments.assemble import make_data, make_network
     from experiments.seeds import Order, Streams
-    from experiments.train import optimizer_for, train
+    from experiments.train import Objective, optimizer_for, train
 
     config = job.config
     torch.set_num_threads(config.machine.threads)
-    streams, data = Streams(config.seed), make_data(config.data)
-    model = make_network(config.network, config.normalizer, streams.torch("init"))
+    streams = Streams(config.seed)
+    data = make_data(config.data, streams)
+    model = make_network(config.network, config.normalizer, streams)
     train(
         model,
         data,
         Order(len(data.train_inputs), config.training.batch, streams.torch("order")),
+        objective=Objective.of(data, config.training),
         training=config.training,
         evaluation=config.evaluation,
         optimizer=optimizer_for(model, config.training),
         recorder=_Unrecorded(),
         start=0,
-        normalized=config.normalizer.kind != "none",
+        normalized=config.normalizer.has_modes,
         progress=lambda done: None,
     )
 

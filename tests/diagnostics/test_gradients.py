@@ -143,6 +143,10 @@ def test_chunks_through_batch_statistics_are_refused_unless_ghost_batches_are_me
     with pytest.raises(ValueError, match="BatchNorm1d .*ghost=True"):
         with Gradients.of_model(model, cross_entropy, batch, chunks=Chunks(4)):
             pass
+    untracked = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 3)).double()
+    with pytest.raises(ValueError, match="BatchNorm1d .*ghost=True"):
+        with Gradients.of_model(untracked.eval(), cross_entropy, batch, chunks=Chunks(4)):
+            pass
     with Gradients.of_model(model, cross_entropy, batch, chunks=Chunks(4), mode="population") as at:
         population = at()[0]
     with Gradients.of_model(model, cross_entropy, batch, chunks=Chunks(4, ghost=True)) as at:
@@ -210,12 +214,15 @@ class Counting(nn.Module):
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))
         self.calls = 0
+        self.held = [torch.zeros(()), {"times": []}]
 
     def forward(self, x):
         self.seen.add_(1)
         self.calls += 1
         self.latest = x
-        return x * (self.seen + self.calls)
+        self.held[0].add_(1)
+        self.held[1]["times"].append(1)
+        return x * (self.seen + self.calls + self.held[0] + len(self.held[1]["times"]))
 
 
 def test_buffers_and_attributes_start_anew_with_each_evaluation():
@@ -225,6 +232,7 @@ def test_buffers_and_attributes_start_anew_with_each_evaluation():
         assert first == second == third
         assert float(model[1].seen) == 1
     assert (float(model[1].seen), model[1].calls, hasattr(model[1], "latest")) == (0, 0, False)
+    assert (float(model[1].held[0]), model[1].held[1]["times"]) == (0, [])
 
 
 def test_a_loss_that_cannot_be_differentiated_is_refused():

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import struct
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from experiments import datasets
-from experiments.datasets import Dataset, DatasetError, cifar10, fashion_mnist, gaussian, mnist, read_idx
+from experiments.datasets import Dataset, DatasetError, cifar10, fashion_mnist, gaussian, mnist, read_idx, reduced
 
 DEBIAN = datasets.FASHION_MNIST_DEBIAN
 STEMS = tuple(datasets.MNIST_SHA256)
@@ -331,3 +332,22 @@ def test_the_scale_and_the_seed_of_the_teacher_are_used():
 def test_a_teacher_that_is_none_is_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         make_gaussian(**change)
+
+
+def test_reduced_keeps_mean_covariance_and_teacher(tmp_path):
+    whole = gaussian(dimension=4, examples=60, test_examples=3, scale=2.0, generator=torch.Generator().manual_seed(0))
+    few = reduced(whole)
+    assert few.train_inputs.shape == (8, 4)
+    assert few.weight == 60 / 8
+    for a, b in ((whole.train_inputs, few.train_inputs), (whole.train_targets, few.train_targets)):
+        torch.testing.assert_close(b.mean(0), a.mean(0), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(b.T.cov(correction=0), a.T.cov(correction=0), atol=1e-5, rtol=1e-5)
+    assert reduced(few).weight == 60 / 8  # it is its own reduction
+
+
+def test_only_a_linear_teachers_set_is_reduced(tmp_path):
+    whole = gaussian(dimension=4, examples=60, test_examples=3, scale=2.0, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="has classes"):
+        reduced(replace(whole, classes=2))
+    with pytest.raises(ValueError, match="no linear function"):
+        reduced(replace(whole, train_targets=whole.train_targets.square()))

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from diagnostics.record import read_run
+from experiments.assemble import make_data
 from experiments.config import DataConfig
-from experiments.run import make_data, run
+from experiments.run import run
 from experiments.seeds import Streams
 from experiments.studies.figure1 import STUDY, Figure1Fields
 from experiments.study import Job
@@ -76,7 +77,7 @@ def test_the_first_percentiles_are_those_of_a_network_written_by_hand(short: dic
     weights = []
     for shape in ((12, 784), (11, 12)):
         weights.append(torch.empty(shape).normal_(0, 0.05, generator=streams.torch("init")).double().numpy())
-    data = make_data(DataConfig())
+    data = make_data(DataConfig(), Streams(0))
     chosen = torch.randperm(60_000, generator=streams.torch("probe"))[:200]
     pixels = data.train_inputs[chosen].flatten(1).double().numpy()
     assert set(np.unique(pixels)) == {0.0, 1.0}

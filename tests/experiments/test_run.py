@@ -5,19 +5,29 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from diagnostics.probe import Probe
+from diagnostics.probe import Probe, Rows
 from diagnostics.record import RunWriter, read_run, read_status
 from experiments import run as module
-from experiments.config import EvaluationConfig, MachineConfig, MLPConfig, NormalizerConfig, RunConfig, TrainingConfig
+from experiments.config import (
+    Computation,
+    EvaluationConfig,
+    MachineConfig,
+    MeasuresConfig,
+    MLPConfig,
+    NormalizerConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from experiments.datasets import Dataset
-from experiments.run import make_network, run
+from experiments.run import run
 from experiments.seeds import Streams
 from experiments.study import Job, Outcome
 
@@ -69,7 +79,7 @@ def content(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART_EVERY", 50)
-    monkeypatch.setattr(module, "make_data", lambda config: toy())
+    monkeypatch.setattr(module, "make_data", lambda config, streams: toy())
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +88,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PART_EVERY", 50)
-        patch.setattr(module, "make_data", lambda config: toy())
+        patch.setattr(module, "make_data", lambda config, streams: toy())
         assert run(job(folder), ignore) == Outcome("complete")
     return content(folder)
 
@@ -142,7 +152,7 @@ def test_progress_is_assessed_on_the_same_training_examples_in_every_arm(
 def test_a_result_is_never_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str) -> None:
     with RunWriter(tmp_path / "run", config=CONFIG.canonical(), environment={}) as writer:
         writer.close(status)
-    monkeypatch.setattr(module, "make_data", lambda config: pytest.fail("data was loaded"))
+    monkeypatch.setattr(module, "make_data", lambda *_: pytest.fail("data was loaded"))
     assert run(job(tmp_path / "run"), ignore) == Outcome(status)
 
 
@@ -216,6 +226,16 @@ def test_a_record_that_is_being_written_is_refused(tmp_path: Path) -> None:
         other.close("running")
 
 
+def test_a_run_that_somebody_else_finished_meanwhile_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
+) -> None:
+    folder = tmp_path / "run"
+    run(job(folder), ignore)
+    monkeypatch.setattr(module, "standing", lambda job: "absent")  # as it was when we looked
+    assert "holds a record already" in refusal(folder)
+    assert content(folder) == whole
+
+
 def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(job(folder), ignore)
@@ -225,6 +245,9 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
     status = json.loads((folder / "status.json").read_text())
     (folder / "status.json").write_text(json.dumps(status | {"format": 99}))
     assert "format 99" in refusal(folder)
+
+    (tmp_path / "file").write_text("")
+    assert "it is a file" in refusal(tmp_path / "file")
 
     stray = tmp_path / "stray"
     stray.mkdir()
@@ -245,7 +268,7 @@ def test_what_is_wrong_before_the_first_step_leaves_no_folder(tmp_path: Path, mo
     large = CONFIG.model_copy(update={"training": TrainingConfig(batch=41)})
     assert "a batch holds 1 to 40 examples" in refusal(tmp_path / "run", large)
 
-    def absent(config: object) -> Dataset:
+    def absent(config: object, streams: object) -> Dataset:
         raise FileNotFoundError("no such data; looked in nowhere")
 
     monkeypatch.setattr(module, "make_data", absent)
@@ -263,30 +286,13 @@ def test_a_run_has_the_threads_it_was_configured_with(tmp_path: Path) -> None:
     assert session["threads"] == 2
 
 
-def test_a_network_is_built_as_configured() -> None:
-    config = MLPConfig(inputs=6, hidden=(50, 40), outputs=3, activation="tanh", init_std=0.25)
-    normalizer = NormalizerConfig(kind="batch", momentum=0.3, epsilon=1e-3)
-    plain, normalized = (
-        make_network(config, kind, Streams(0).torch("init")) for kind in (NormalizerConfig(), normalizer)
-    )
-    found = dict(normalized.named_modules())
-    assert {"hidden2.linear", "hidden2.normalizer", "hidden2.nonlinearity", "output"} <= set(found)
-    assert isinstance(found["hidden1.nonlinearity"], torch.nn.Tanh)
-    assert (found["hidden1.normalizer"].momentum, found["hidden1.normalizer"].eps) == (0.3, 1e-3)
-    assert isinstance(plain.get_submodule("hidden1.normalizer"), torch.nn.Identity)
-    assert found["hidden2.linear"].weight.shape == (40, 50)
-    assert found["hidden2.linear"].weight.std().item() == pytest.approx(0.25, rel=0.1)
-    for name in ("hidden1.linear", "hidden2.linear", "output"):  # common random numbers
-        assert torch.equal(plain.get_submodule(name).weight, found[name].weight)
-
-
 SCRIPT = """
 import sys
 from pathlib import Path
 from tests.experiments import test_run
 from experiments import run
 run.PART_EVERY = 50
-run.make_data = lambda config: test_run.toy()
+run.make_data = lambda config, streams: test_run.toy()
 print(run.run(test_run.job(Path(sys.argv[1]), test_run.LONG), lambda done: None), flush=True)
 """
 
@@ -312,3 +318,85 @@ def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bytes(tmp_path: P
 
 def started(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", SCRIPT, folder], stdout=subprocess.PIPE, text=True)
+
+
+# --- what trains nothing
+
+
+class Squares(MeasuresConfig):
+    count: int
+
+
+def squares(config: Computation) -> Iterator[tuple[int, str, Rows]]:
+    assert isinstance(config.measures, Squares)
+    if config.measures.count == 0:
+        raise ValueError("no squares to compute")
+    for k in range(config.measures.count):
+        if k == 7:
+            raise ZeroDivisionError("seven")
+        yield (
+            k,
+            "square",
+            Rows("layer", {"value": [k**2, config.seed], "threads": torch.get_num_threads()}, mode="batch"),
+        )
+
+
+def computation(folder: Path, count: int = 3, **changes: object) -> Job:
+    config = Computation(seed=5, measures=Squares(count=count), machine=MachineConfig(threads=2))
+    return Job("all", config, None, folder, changes.get("compute", squares))  # type: ignore[arg-type]
+
+
+def test_a_computation_is_recorded_once_and_left_alone(tmp_path: Path) -> None:
+    one = computation(tmp_path / "run")
+    assert run(one, ignore) == Outcome("complete")
+    before = content(one.folder)
+    table = read_run(one.folder)
+    assert table.attrs["status"] == "complete"
+    values = table[table.statistic == "value"]
+    assert list(zip(values.step, values.unit, values.value, strict=True)) == [
+        (k, unit, value) for k in range(3) for unit, value in ((0, k**2), (1, 5))
+    ]
+    assert set(table[table.statistic == "threads"].value) == {2}
+    assert set(table["mode"]) == {"batch"}
+    assert json.loads((one.folder / "config.json").read_text()) == one.config.canonical()
+    assert run(replace(one, compute=None), ignore) == Outcome("complete")
+    assert content(one.folder) == before
+
+
+@pytest.mark.parametrize("status", ["running", "failed"])
+def test_a_computation_that_did_not_end_is_done_anew(tmp_path: Path, status: str) -> None:
+    one = computation(tmp_path / "run")
+    with RunWriter(one.folder, config=one.config.canonical(), environment={}) as writer:
+        writer.write(0, "square", "layer", {"value": -1.0})
+        writer.close(status, error="boom" if status == "failed" else None)  # type: ignore[arg-type]
+    assert run(one, ignore) == Outcome("complete")
+    whole = computation(tmp_path / "whole")
+    run(whole, ignore)
+    assert content(one.folder) == content(whole.folder)
+
+
+def test_a_computation_that_fails_says_so_and_one_that_cannot_begin_is_refused(tmp_path: Path) -> None:
+    assert run(computation(tmp_path / "fails", 9), ignore) == Outcome("failed", "ZeroDivisionError: seven")
+    assert read_status(tmp_path / "fails").status == "failed"
+    assert run(computation(tmp_path / "none", 0), ignore) == Outcome("refused", "no squares to compute")
+    assert not (tmp_path / "none").exists()
+    empty = computation(tmp_path / "empty", compute=lambda config: ())
+    assert run(empty, ignore) == Outcome("refused", "all-s5 computed nothing")
+    assert run(computation(tmp_path / "by-none", compute=None), ignore).status == "refused"
+
+
+def test_an_interrupted_computation_can_be_resumed(tmp_path: Path) -> None:
+    def interrupted(config: Computation) -> Iterator[tuple[int, str, Rows]]:
+        yield 0, "square", Rows("layer", {"value": 0.0})
+        raise KeyboardInterrupt
+
+    one = computation(tmp_path / "run", compute=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(one, ignore)
+    assert read_status(one.folder).status == "running"
+    assert run(replace(one, compute=squares), ignore) == Outcome("complete")
+
+
+def test_a_run_without_probes_of_its_study_is_refused(tmp_path: Path) -> None:
+    found = run(replace(job(tmp_path / "run"), probes=None), ignore)
+    assert found == Outcome("refused", "batch-s3 is to be trained, and its study has no probes")

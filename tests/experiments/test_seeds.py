@@ -45,7 +45,7 @@ def test_a_stream_seed_is_a_hash_that_must_not_change_between_versions() -> None
 
 def test_a_stream_that_does_not_exist_is_refused() -> None:
     for make in (Streams(0).torch, Streams(0).numpy):
-        with pytest.raises(ValueError, match="no stream named 'ordr': there are init, order, noise"):
+        with pytest.raises(ValueError, match="no stream named 'ordr': there are init, order, data, noise"):
             make("ordr")
 
 
@@ -113,3 +113,14 @@ def test_global_generators_are_seeded_and_go_on_from_a_checkpoint() -> None:
     assert draw_globals() == first
     seed_globals(5)
     assert not set(draw_globals()) & set(first)
+
+
+def test_a_full_batch_is_every_example_in_one_order_and_draws_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    whole = Order(7, "full", generator)
+    assert whole.next().tolist() == whole.next().tolist() == list(range(7))
+    other = Order(7, "full", torch.Generator())
+    other.load(through_a_checkpoint(whole.state()))
+    assert other.next().tolist() == list(range(7))
+    assert torch.equal(generator.get_state(), before)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from experiments.config import EvaluationConfig, TrainingConfig
 from experiments.datasets import Dataset
 from experiments.seeds import Order
-from experiments.train import Batch, accuracy, assess, optimizer_for, train
+from experiments.train import Batch, Objective, assess, optimizer_for, train
 
 
 class Notes:
@@ -62,6 +62,7 @@ def trained(
         model,
         data,
         Order(len(data.train_inputs), training.batch, torch.Generator().manual_seed(2)),
+        objective=Objective(),
         training=training,
         evaluation=EvaluationConfig(every=10, early_every=2, early_until=5),
         optimizer=optimizer_for(model, training),
@@ -145,13 +146,13 @@ def test_accuracy_uses_population_statistics_and_leaves_every_mode_and_buffer_al
     model.train()
     model[1].eval()  # a frozen normalizer
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = accuracy(model, data.test_inputs, data.test_targets, chunk=4)
+    found = assess(model, data.test_inputs, data.test_targets, chunk=4).accuracy
     assert [module.training for module in model] == [True, False, True, True, True]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model.eval()
     assert found == (model(data.test_inputs).argmax(1) == data.test_targets).double().mean().item()
     with pytest.raises(ValueError, match="no examples"):
-        accuracy(model, data.test_inputs[:0], data.test_targets[:0])
+        assess(model, data.test_inputs[:0], data.test_targets[:0])
 
 
 def test_fixed_examples_are_assessed_at_their_own_cadence_and_at_the_end() -> None:
@@ -162,6 +163,7 @@ def test_fixed_examples_are_assessed_at_their_own_cadence_and_at_the_end() -> No
         model,
         data,
         Order(24, 5, torch.Generator().manual_seed(2)),
+        objective=Objective(),
         training=training,
         evaluation=EvaluationConfig(every=10, early_every=10, fixed=7, fixed_every=4),
         optimizer=optimizer_for(model, training),
@@ -173,18 +175,86 @@ def test_fixed_examples_are_assessed_at_their_own_cadence_and_at_the_end() -> No
     )
     assert notes.steps("fixed_accuracy") == notes.steps("fixed_loss") == [0, 4, 8, 11]
     at_end = {name: (value, mode) for t, name, value, mode in notes.logged if t == 11}
-    share, loss = assess(model, *fixed)
-    assert at_end["fixed_accuracy"] == (share, "population")
-    assert at_end["fixed_loss"] == (loss, "population")
+    found = assess(model, *fixed)
+    assert at_end["fixed_accuracy"] == (found.accuracy, "population")
+    assert at_end["fixed_loss"] == (found.loss, "population")
 
 
 def test_a_mean_over_chunks_weighs_examples_and_not_chunks() -> None:
     data, model = dataset(), network()
     whole = assess(model, data.train_inputs, data.train_targets)
     ragged = assess(model, data.train_inputs, data.train_targets, chunk=7)
-    assert ragged == pytest.approx(whole, rel=1e-6)
+    assert ragged.accuracy == whole.accuracy
+    assert ragged.loss == pytest.approx(whole.loss, rel=1e-6)
     model.eval()
     with torch.no_grad():
         outputs = model(data.train_inputs)
-    assert whole[1] == pytest.approx(F.cross_entropy(outputs, data.train_targets).item(), rel=1e-6)
-    assert whole[0] == (outputs.argmax(1) == data.train_targets).float().mean().item()
+    assert whole.loss == pytest.approx(F.cross_entropy(outputs, data.train_targets).item(), rel=1e-6)
+    assert whole.accuracy == (outputs.argmax(1) == data.train_targets).float().mean().item()
+
+
+def test_adam_is_adam() -> None:
+    training = TrainingConfig(steps=9, batch=5, optimizer="adam", learning_rate=0.01, weight_decay=0.1)
+    model, twin, data = network(), network(), dataset()
+    trained(model, training)
+    optimizer = torch.optim.Adam(twin.parameters(), lr=0.01, weight_decay=0.1)
+    torch.manual_seed(1)
+    network()  # where the dropout of `trained` begins
+    order = Order(24, 5, torch.Generator().manual_seed(2))
+    for _ in range(9):
+        index = order.next()
+        optimizer.zero_grad()
+        F.cross_entropy(twin(data.train_inputs[index]), data.train_targets[index]).backward()
+        optimizer.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def teacher() -> Dataset:
+    inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+    return Dataset("teacher", inputs, 2 * inputs, inputs[:5], 3 * inputs[:5], classes=0, weight=2.5)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "factor"),
+    [("sum", 2.5), ("mean", 1 / 12)],  # an example's weight counts in a sum and cancels in a mean
+)
+def test_a_regression_loss_is_the_squared_distance_to_the_targets(reduction: str, factor: float) -> None:
+    data, model = teacher(), nn.Linear(3, 3)
+    objective = Objective.of(data, TrainingConfig(reduction=reduction))
+    residual = model(data.train_inputs) - data.train_targets
+    loss = objective(model, (data.train_inputs, data.train_targets))
+    torch.testing.assert_close(loss, factor * residual.square().sum())
+
+
+def test_classes_are_summed_too() -> None:
+    data, model = dataset(), network().eval()
+    total = Objective.of(data, TrainingConfig(reduction="sum"))(model, (data.train_inputs, data.train_targets))
+    mean = Objective.of(data, TrainingConfig())(model, (data.train_inputs, data.train_targets))
+    torch.testing.assert_close(total, 24 * mean)
+
+
+def test_regression_is_followed_by_its_loss() -> None:
+    notes, data, model = Notes(), teacher(), nn.Linear(3, 3)
+    training = TrainingConfig(steps=4, batch="full", learning_rate=0.01)
+    train(
+        model,
+        data,
+        Order(12, "full", torch.Generator()),
+        objective=Objective.of(data, training),
+        training=training,
+        evaluation=EvaluationConfig(every=2, early_every=2, fixed=5, fixed_every=4),
+        optimizer=optimizer_for(model, training),
+        recorder=notes,
+        start=0,
+        normalized=False,
+        progress=lambda done: None,
+        fixed=(data.test_inputs, data.test_targets),
+    )
+    assert notes.steps("test_loss") == [0, 2, 4]
+    assert notes.steps("fixed_loss") == [0, 4]
+    assert not notes.steps("test_accuracy") + notes.steps("fixed_accuracy")
+    (value,) = [value for t, name, value, _ in notes.logged if (t, name) == (4, "test_loss")]
+    expected = (model(data.test_inputs) - data.test_targets).square().sum(1).mean().item()
+    assert value == pytest.approx(expected, rel=1e-5)
+    assert math.isnan(assess(model, data.test_inputs, data.test_targets, Objective(classes=False)).accuracy)
