@@ -1,0 +1,802 @@
+"""Internal covariate shift with and without BN, and what is left of the comparison after its controls.
+
+Three pictures and one table from the records of the study of that name. ``ics``: Definition 2.1 in every layer against
+steps. ``ics_controls``: which layers moved, virtual steps of equal size, measured over predicted. ``ics_readings``: the
+numbers that the verdicts rest on.
+
+A *pair* is a network at a learning rate, without and with BN. A *cell* is a layer at a record. A reading is the mean
+over cells of the logarithm of a positive quantity, with BN minus without, one number a seed (the cosine: of the cosine
+itself); a cell enters if it is defined, and positive, in both arms. The study's rule turns readings into verdicts; the
+tests plant cells whose verdicts are known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
+
+from analysis import style
+from analysis.load import Run, Study, StudyError, load_records, load_study
+from analysis.statistics import Estimate, mean, mean_band
+
+__all__ = ["combine", "draw"]
+
+NAME = "ics"
+KINDS = ("none", "batch")
+WHICH = ("preceding", "following", "own", "all")
+UNITS = {"curvature": "1 / (|Hg|/|g|)", "sharpness": "1 / sharpness"}
+STATISTICS = {"l2": "|G - G'|", "relative": "|G - G'| / |G|", "cosine": "cosine of G and G'"}
+JUDGED = 1.0  # the size of virtual steps that the rule looks at
+
+Says = Literal["less", "more", "undecided"]
+Verdict = Literal["less", "more", "undecided", "inconclusive", "diverged"]
+WORDS: Mapping[str, str] = {
+    "less": "less shift with BN",
+    "more": "more shift with BN",
+    "undecided": "undecided",
+    "inconclusive": "inconclusive, the readings disagree",
+    "diverged": "no verdict, training diverged",
+}
+
+_LOOKS = dict(zip(KINDS, (style.WITHOUT_BN, style.WITH_BN), strict=True))
+_WHICH_COLORS = dict(zip(WHICH, (style.BLACK, style.GREEN, style.PURPLE, style.GREY), strict=True))
+_WHICH_DASHES = dict(zip(WHICH, ("solid", "dashed", "dotted", "dashdot"), strict=True))
+_SHORT = {
+    "beyond_following": "(1) preceding / following",
+    "virtual_curvature_1": "(2) virtual steps by |Hg|/|g|",
+    "virtual_sharpness_1": "by sharpness",
+    "over_predicted": "(3) measured / predicted",
+}
+_LABELLED = 4  # layers that are named where there are many
+
+Floats = NDArray[np.float64]
+
+
+def combine(said: Iterable[str]) -> Verdict:
+    """What several readings say together: the same, or inconclusive where they contradict, or undecided."""
+    found = set(said)
+    if "inconclusive" in found:
+        return "inconclusive"
+    if found == {"less"}:
+        return "less"
+    if found == {"more"}:
+        return "more"
+    return "inconclusive" if {"less", "more"} <= found else "undecided"
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """All cells of one arm: S seeds, T records, L layers, C sizes; NaN where there is none (a run that diverged)."""
+
+    name: str
+    label: str
+    runs: tuple[Run, ...]
+    rate: float
+    layers: tuple[str, ...]
+    steps: NDArray[np.int64]  # (T,)
+    ends: tuple[int, ...]  # (S,) the last record of each run
+    shift: Mapping[str, Floats]  # statistic -> (S, T, L)
+    whole: Mapping[str, Floats]  # statistic -> (S, T)
+    sizes: Floats  # (C,)
+    virtual: Mapping[str, Floats]  # statistic -> (S, T', C, L)
+    sharpness: Floats  # (S, T')
+
+    @property
+    def look(self) -> style.LineStyle:
+        """How it is drawn."""
+        return _LOOKS[self.name.rpartition("-")[2]]
+
+    def relative(self, which: str = "preceding") -> Floats:
+        """Log of |G - G'| / |G| (S, T, L) where these layers moved."""
+        return _log(self.shift["relative" if which == "preceding" else f"relative_{which}"])
+
+    def at_size(self, unit: str, size: int) -> Floats:
+        """Log of the relative shift (S, T', L) for the ``size``-th virtual step."""
+        return _log(self.virtual[f"relative_by_{unit}"][:, :, size])
+
+    def over_predicted(self) -> Floats | None:
+        """Log of measured over predicted (S, T, L); None where nothing was predicted."""
+        predicted = self.shift.get("predicted")
+        return None if predicted is None else self.relative() - _log(predicted)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A network at a learning rate, without and with BN."""
+
+    name: str
+    label: str
+    none: _Arm
+    batch: _Arm
+
+    @property
+    def arms(self) -> tuple[_Arm, _Arm]:
+        """Without, with."""
+        return self.none, self.batch
+
+    @property
+    def diverged(self) -> list[Run]:
+        """Runs that did."""
+        return [run for arm in self.arms for run in arm.runs if run.diverged]
+
+    @property
+    def kept(self) -> NDArray[np.bool_]:
+        """(S,) the seeds in which neither run diverged."""
+        lost = {run.seed for run in self.diverged}
+        return np.array([run.seed not in lost for run in self.none.runs])
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One number with its interval, and what the rule makes of it."""
+
+    name: str
+    label: str
+    without: float
+    with_: float
+    estimate: Estimate | None  # of the log ratio, or of the difference; None where it is not defined
+    ratio: bool
+    left_out: int  # cells
+    says: str  # a `Says` of the shift with BN, or "" where it is only shown
+    note: str = ""
+
+    @property
+    def short(self) -> str:
+        """What sentences call it."""
+        return _SHORT.get(self.name, self.label)
+
+    def bounds(self) -> tuple[float, float, float]:
+        """Estimate, low, high as they are shown: a ratio or a difference; NaN where there is none."""
+        if self.estimate is None:
+            return math.nan, math.nan, math.nan
+        numbers = self.estimate.estimate, self.estimate.low, self.estimate.high
+        if not self.ratio:
+            return numbers
+        centre, low, high = (_exp(number) for number in numbers)
+        return centre, low, high
+
+    def text(self) -> str:
+        """``0.51 [0.45, 0.57]``; with a sign where it is a difference."""
+        spec = ".3g" if self.ratio else "+.3g"
+        centre, low, high = self.bounds()
+        if math.isnan(centre):
+            return "not measured"
+        return f"{centre:{spec}}" if math.isnan(low) else f"{centre:{spec}} [{low:{spec}}, {high:{spec}}]"
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A pair with all that is said about it."""
+
+    pair: _Pair
+    printed: tuple[_Reading, ...]
+    controls: tuple[_Reading, ...]
+    shown: tuple[_Reading, ...]
+
+    @property
+    def verdicts(self) -> tuple[Verdict, Verdict, Verdict]:
+        """As printed, after the controls, on both."""
+        if self.pair.diverged:
+            return "diverged", "diverged", "diverged"
+        printed, controls = (combine(one.says for one in part) for part in (self.printed, self.controls))
+        return printed, controls, combine((printed, controls))
+
+    def words(self) -> str:
+        """One sentence."""
+        printed, controls, both = self.verdicts
+        if both == "diverged":
+            return f"{self.pair.label}: {WORDS[both]} ({_named_runs(self.pair.diverged)})"
+        first, second = (", ".join(f"{one.short} {one.says}" for one in part) for part in (self.printed, self.controls))
+        return (
+            f"{self.pair.label}: {WORDS[both]}. As printed: {WORDS[printed]} ({first}); after the controls: "
+            f"{WORDS[controls]} ({second})"
+        )
+
+
+def draw(folder: Path) -> style.Drawn:
+    """Draw the study in ``folder`` into the same folder: ics, ics_controls, ics_readings as .png, .pdf and .csv.
+
+    Raises:
+        ValueError: If ``folder`` holds another study, or one that is not finished.
+    """
+    folder = Path(folder)
+    study = load_study(folder)
+    if study.name != NAME:
+        raise StudyError(f"{NAME} draws the study of that name; {folder} holds {study.name!r}")
+    judged = [_judge(pair) for pair in _pairs(study)]
+    pairs = [one.pair for one in judged]
+    curves, controls, readings = _curves(pairs), _controls(pairs), _numbers(judged)
+    with style.look():
+        figures = (
+            (NAME, _figure(study, pairs, curves), curves),
+            (f"{NAME}_controls", _controls_figure(study, pairs, controls), controls),
+            (f"{NAME}_readings", _readings_figure(study, judged), readings),
+        )
+    paths: tuple[Path, ...] = ()
+    for name, figure, numbers in figures:
+        paths += style.save(figure, folder, name, numbers)
+    return style.Drawn(paths, _table(judged), _title(study, judged), _caption(study, pairs))
+
+
+# --- reading
+
+
+def _pairs(study: Study) -> Iterator[_Pair]:
+    names = [arm.name for arm in study.arms]
+    stems = dict.fromkeys(name.rpartition("-")[0] for name in names)
+    for stem in stems:
+        both = [f"{stem}-{kind}" for kind in KINDS]
+        if not set(both) <= set(names):
+            raise StudyError(f"{study.folder} has no pair of arms {both[0]} and {both[1]}")
+        none, batch = (_read_arm(study, name) for name in both)
+        if len(none.layers) != len(batch.layers):
+            raise StudyError(f"{both[0]} has {len(none.layers)} layers, {both[1]} {len(batch.layers)}")
+        yield _Pair(stem, none.label.rpartition(", ")[0] or stem, none, batch)
+
+
+def _read_arm(study: Study, name: str) -> _Arm:
+    shift = load_records(study, probe="covariate_shift", arm=name)
+    virtual = load_records(study, probe="virtual_shift", arm=name)
+    layers = tuple(layer for layer in dict.fromkeys(shift["layer"].astype(str)) if layer != "-")
+    sizes = virtual[virtual["statistic"] == "c"].drop_duplicates("unit").sort_values("unit")["value"]
+    of_layers = virtual[virtual["layer"] != "-"]
+    steps, seeds = np.array(sorted(set(shift["step"]))), list(study.seeds)
+    when = sorted(set(virtual["step"]))
+    whole = shift[shift["layer"] == "-"]
+    units, points = list(range(len(sizes))), virtual[(virtual["layer"] == "-") & (virtual["unit"] == -1)]
+    return _Arm(
+        name=name,
+        label=study.label(name),
+        runs=tuple(study.run(name, seed) for seed in seeds),
+        rate=float(study.setting("training", "learning_rate", arm=name)),
+        layers=layers,
+        steps=steps,
+        ends=tuple(int(shift.loc[shift["seed"] == seed, "step"].max()) for seed in seeds),
+        shift=_cubes(shift[shift["layer"] != "-"], {"seed": seeds, "step": list(steps), "layer": list(layers)}),
+        whole=_cubes(whole, {"seed": seeds, "step": list(steps)}),
+        sizes=sizes.to_numpy(dtype=np.float64),
+        virtual=_cubes(of_layers, {"seed": seeds, "step": when, "unit": units, "layer": list(layers)}),
+        sharpness=_cubes(points, {"seed": seeds, "step": when})["sharpness"],
+    )
+
+
+def _cubes(table: pd.DataFrame, axes: Mapping[str, Sequence[int] | Sequence[str]]) -> dict[str, Floats]:
+    """Each statistic as an array over ``axes``; NaN where there is no row."""
+    places: list[NDArray[Any]] = []
+    for name, entries in axes.items():
+        order = {entry: place for place, entry in enumerate(entries)}
+        places.append(np.asarray(table[name].map(order), dtype=np.intp))
+    shape = [len(values) for values in axes.values()]
+    names, values = table["statistic"].astype(str).to_numpy(), table["value"].to_numpy(dtype=np.float64)
+    cubes = {}
+    for statistic in dict.fromkeys(names):
+        chosen = names == statistic
+        cube = np.full(shape, np.nan)
+        cube[tuple(place[chosen] for place in places)] = values[chosen]
+        cubes[str(statistic)] = cube
+    return cubes
+
+
+def _log(values: Floats) -> Floats:
+    """Natural logarithm; NaN where a value is not finite or not positive."""
+    usable = np.isfinite(values) & (values > 0)
+    return np.log(values, where=usable, out=np.full(values.shape, np.nan))
+
+
+def _exp(x: float) -> float:
+    return math.inf if x > 700 else math.exp(x)
+
+
+# --- judging
+
+
+def _judge(pair: _Pair) -> _Judged:
+    inner, all_but_first = slice(1, len(pair.none.layers) - 1), slice(1, None)
+    printed = (
+        _reading(pair, "relative", "relative size", lambda arm: arm.relative()[..., all_but_first]),
+        _reading(pair, "cosine", "cosine", lambda arm: arm.shift["cosine"][..., all_but_first], ratio=False),
+    )
+    excess = _reading(pair, "beyond_following", "(1) preceding / following", lambda arm: _beyond(arm)[..., inner])
+    controls = [_unless_nothing_is_beyond(pair, excess, inner)]
+    shown = [_reading(pair, "l2", "l2", lambda arm: _log(arm.shift["l2"])[..., all_but_first], judge=False)]
+    for unit, label in UNITS.items():
+        for place, size in enumerate(pair.none.sizes):
+            judge = size == JUDGED
+            one = _reading(
+                pair,
+                f"virtual_{unit}_{size:g}",
+                f"(2) c = {size:g}, in {label}",
+                partial(_at_size, unit=unit, size=place, layers=all_but_first),
+                judge=judge,
+            )
+            (controls if judge else shown).append(one)
+    controls.append(_over_predicted(pair, all_but_first))
+    shown += [
+        _reading(pair, "eta_curvature", "eta |Hg|/|g|", lambda arm: _steplength(arm, "curvature"), judge=False),
+        _reading(pair, "eta_sharpness", "eta x sharpness", lambda arm: _steplength(arm, "sharpness"), judge=False),
+        _reading(pair, "loss", "loss at the last record", lambda arm: _log(arm.whole["loss"][:, -1:]), judge=False),
+    ]
+    return _Judged(pair, printed, tuple(controls), tuple(shown))
+
+
+def _reading(
+    pair: _Pair, name: str, label: str, cells: Callable[[_Arm], Floats], *, ratio: bool = True, judge: bool = True
+) -> _Reading:
+    """``cells`` gives an arm's numbers, (S, ...) with seeds first: logarithms, or with ``ratio=False`` the numbers."""
+    none, batch = (_by_seed(cells(arm)[pair.kept]) for arm in pair.arms)
+    defined = np.isfinite(none) & np.isfinite(batch)
+    left_out = int((~defined).sum())
+    if not len(defined) or not defined.any(axis=1).all():
+        return _Reading(name, label, math.nan, math.nan, None, ratio, left_out, "undecided" if judge else "")
+    sides = [np.where(defined, side, 0.0).sum(axis=1) / defined.sum(axis=1) for side in (none, batch)]
+    found = mean(sides[1] - sides[0])
+    without, with_ = (_exp(float(side.mean())) if ratio else float(side.mean()) for side in sides)
+    says = _says(found if ratio else _turned(found)) if judge else ""
+    return _Reading(name, label, without, with_, found, ratio, left_out, says)
+
+
+def _by_seed(cells: Floats) -> Floats:
+    """(S, ...) as (S, cells); S may be 0."""
+    return cells.reshape(len(cells), math.prod(cells.shape[1:]))
+
+
+def _says(found: Estimate) -> Says:
+    if found.has_interval and found.high < 0:
+        return "less"
+    return "more" if found.has_interval and found.low > 0 else "undecided"
+
+
+def _turned(found: Estimate) -> Estimate:
+    """Of the opposite number: a larger cosine is less shift."""
+    return Estimate(-found.estimate, -found.high, -found.low, found.n, found.method)
+
+
+def _at_size(arm: _Arm, *, unit: str, size: int, layers: slice) -> Floats:
+    return arm.at_size(unit, size)[..., layers]
+
+
+def _beyond(arm: _Arm) -> Floats:
+    return arm.relative() - arm.relative("following")
+
+
+def _unless_nothing_is_beyond(pair: _Pair, excess: _Reading, inner: slice) -> _Reading:
+    """Undecided where neither arm's gradient changes more by what precedes than by what follows: there is no shift."""
+    for arm in pair.arms:
+        cells = _by_seed(_beyond(arm)[pair.kept][..., inner])
+        if len(cells) and np.isfinite(cells).any(axis=1).all() and _says(mean(np.nanmean(cells, axis=1))) == "more":
+            return excess
+    note = "not above 1 in either arm" if excess.estimate is not None and excess.estimate.has_interval else ""
+    return replace(excess, says="undecided", note=note)
+
+
+def _over_predicted(pair: _Pair, layers: slice) -> _Reading:
+    name, label = "over_predicted", "(3) measured / predicted"
+    if any(arm.over_predicted() is None for arm in pair.arms):
+        return _Reading(name, label, math.nan, math.nan, None, True, 0, "undecided", "nothing was predicted")
+
+    def cells(arm: _Arm) -> Floats:
+        found = arm.over_predicted()
+        assert found is not None
+        return found[..., layers]
+
+    return _reading(pair, name, label, cells)
+
+
+def _steplength(arm: _Arm, unit: str) -> Floats:
+    """Log of eta times what the loss is curved by, per seed and record; all NaN where it was not measured."""
+    if unit == "sharpness":
+        return _log(arm.rate * arm.sharpness)
+    return _log(arm.rate * arm.whole.get("directional_curvature", np.full_like(arm.whole["loss"], np.nan)))
+
+
+# --- the numbers that are drawn
+
+
+def _band(values: Floats) -> tuple[NDArray[np.int64], Floats, Floats, Floats]:
+    """n, mean, low, high (T,) over the seeds of (S, T) that have a value there; NaN where none has."""
+    finite = np.isfinite(values)
+    count = finite.sum(axis=0)
+    found = np.full((3, values.shape[1]), np.nan)
+    patterns, inverse = np.unique(finite, axis=1, return_inverse=True)
+    for k, pattern in enumerate(patterns.T):
+        if pattern.any():
+            here = inverse.ravel() == k
+            band = mean_band(values[pattern][:, here])
+            found[:, here] = band.estimate, band.low, band.high
+    return count, found[0], found[1], found[2]
+
+
+def _rows(log: bool, values: Floats, x: Sequence[float] | NDArray[np.int64] | Floats, **labels: object) -> pd.DataFrame:
+    """One row a point of a curve; ``values`` (S, len(x)) are logarithms if ``log`` says so."""
+    count, *numbers = _band(values)
+    with np.errstate(over="ignore"):
+        centre, low, high = (np.exp(part) if log else part for part in numbers)
+    if not log:
+        low, high = np.clip(low, -1.0, 1.0), np.clip(high, -1.0, 1.0)  # a cosine
+    return pd.DataFrame({**labels, "x": np.asarray(x), "n": count, "value": centre, "low": low, "high": high})
+
+
+def _curves(pairs: Sequence[_Pair]) -> pd.DataFrame:
+    """Figure ``ics``: l2, relative, cosine and the prediction, of every layer from the second on, against steps."""
+    tables = []
+    for pair in pairs:
+        for arm in pair.arms:
+            for statistic in (*STATISTICS, "predicted"):
+                if statistic not in arm.shift:
+                    continue
+                log = statistic != "cosine"
+                cube = _log(arm.shift[statistic]) if log else arm.shift[statistic]
+                for place in range(1, len(arm.layers)):
+                    labels = {"pair": pair.name, "arm": arm.name, "layer": place + 1, "module": arm.layers[place]}
+                    tables.append(_rows(log, cube[:, :, place], arm.steps, **labels, statistic=statistic))
+    return pd.concat(tables, ignore_index=True).rename(columns={"x": "step"})
+
+
+def _over_records(logs: Floats) -> Floats:
+    """Mean over axis 1 of what is defined; NaN where nothing is."""
+    defined = np.isfinite(logs)
+    count = defined.sum(axis=1)
+    total = np.where(defined, logs, 0.0).sum(axis=1)
+    found: Floats = np.divide(total, count, where=count > 0, out=np.full(total.shape, np.nan))
+    return found
+
+
+def _controls(pairs: Sequence[_Pair]) -> pd.DataFrame:
+    """Figure ``ics_controls``: geometric means over records, and over layers where the axis is the step's size."""
+    tables = []
+    for pair in pairs:
+        for arm in pair.arms:
+            labels = {"pair": pair.name, "arm": arm.name}
+            depths = np.arange(1, len(arm.layers) + 1)
+            for which in WHICH:
+                logs = _over_records(arm.relative(which))
+                tables.append(_rows(True, logs, depths, panel="which", **labels, series=which))
+            for unit in UNITS:
+                at_sizes = [arm.at_size(unit, place)[..., 1:] for place in range(len(arm.sizes))]
+                logs = np.stack([_over_records(_by_seed(cells)) for cells in at_sizes], axis=1)
+                tables.append(_rows(True, logs, arm.sizes, panel="virtual", **labels, series=unit))
+            share = np.exp(np.mean(np.log(depths[:-1] / len(depths)))) if len(depths) > 1 else math.nan
+            tables.append(
+                pd.DataFrame(
+                    {"panel": "virtual", **labels, "series": "predicted", "x": arm.sizes, "value": share * arm.sizes}
+                )
+            )
+            over = arm.over_predicted()
+            if over is not None:
+                tables.append(_rows(True, _over_records(over), depths, panel="predicted", **labels, series="ratio"))
+    return pd.concat(tables, ignore_index=True)
+
+
+def _numbers(judged: Sequence[_Judged]) -> pd.DataFrame:
+    """Every reading, and the verdicts."""
+    rows = []
+    for one in judged:
+        parts = (("as printed", one.printed), ("control", one.controls), ("shown", one.shown))
+        for part, readings in parts:
+            for r in readings:
+                kind, n = ("ratio" if r.ratio else "difference"), (r.estimate.n if r.estimate else 0)
+                rows.append(
+                    (one.pair.name, part, r.name, r.label, r.without, r.with_, kind, *r.bounds(), n, r.left_out, r.says)
+                )
+        for name, verdict in zip(("as printed", "after the controls", "both"), one.verdicts, strict=True):
+            blank = (math.nan,) * 2
+            rows.append((one.pair.name, "verdict", name, "", *blank, "", *blank, math.nan, 0, 0, verdict))
+    columns = ["pair", "part", "reading", "label", "without", "with", "kind", "estimate", "low", "high", "seeds"]
+    return pd.DataFrame(rows, columns=[*columns, "cells_left_out", "says"])
+
+
+# --- drawing
+
+
+def _labelled(layers: int) -> list[int]:
+    """The layers (from 1) that are named: all from the second on if they are few, else four from 2 to the last."""
+    if layers <= _LABELLED + 1:
+        return list(range(2, layers + 1))
+    return [int(place) for place in np.linspace(2, layers, _LABELLED)]
+
+
+def _depth_color(layer: int, layers: int) -> tuple[float, float, float, float]:
+    """From dark to light with depth, so that a grey print keeps the order."""
+    red, green, blue, alpha = matplotlib.colormaps["viridis"](0.85 * (layer - 2) / max(layers - 2, 1))
+    return red, green, blue, alpha
+
+
+def _figure(study: Study, pairs: Sequence[_Pair], curves: pd.DataFrame) -> Figure:
+    figure = style.new_figure(10.6, 3.9 * len(pairs) + 0.2, _caption(study, pairs))
+    grid = figure.subplots(2 * len(pairs), 3, squeeze=False)
+    for index, pair in enumerate(pairs):
+        for half, arm in enumerate(pair.arms):
+            row = grid[2 * index + half]
+            mine = curves[curves["arm"] == arm.name]
+            for axes, (statistic, label) in zip(row, STATISTICS.items(), strict=True):
+                _draw_layers(axes, mine, statistic, len(arm.layers))
+                axes.set_ylabel(label)
+                _mark_divergences(axes, arm)
+            row[0].set_title(arm.label, fontweight="bold")
+            row[0].set_ylabel(f"{STATISTICS['l2']}\nloss / parameter")
+            if not half:
+                _legend(row[2], pair)
+        for column in range(3):
+            _share(grid[2 * index, column], grid[2 * index + 1, column], cosine=column == 2)
+    for axes in grid[-1]:
+        axes.set_xlabel("training steps")
+    return figure
+
+
+def _draw_layers(axes: Axes, table: pd.DataFrame, statistic: str, layers: int) -> None:
+    named = _labelled(layers)
+    for layer in range(2, layers + 1):
+        one = table[(table["layer"] == layer) & (table["statistic"] == statistic)]
+        color, strong = _depth_color(layer, layers), layer in named
+        steps = one["step"].to_numpy()
+        axes.plot(steps, one["value"], color=color, lw=1.5 if strong else 0.6, alpha=1.0 if strong else 0.5,
+                  zorder=4 if strong else 3)  # fmt: skip
+        if strong:
+            axes.fill_between(steps, one["low"], one["high"], color=color, alpha=0.15, lw=0, zorder=2)
+            if statistic == "relative":
+                expected = table[(table["layer"] == layer) & (table["statistic"] == "predicted")]
+                axes.plot(expected["step"], expected["value"], color=color, lw=1.1, ls=(0, (2.0, 1.5)), zorder=5)
+    if statistic != "cosine":
+        axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(style.thousands))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+
+
+def _mark_divergences(axes: Axes, arm: _Arm) -> None:
+    for end in {end for run, end in zip(arm.runs, arm.ends, strict=True) if run.diverged}:
+        axes.axvline(end, color="black", ls=":", lw=1.0)
+
+
+def _share(upper: Axes, lower: Axes, *, cosine: bool) -> None:
+    """One range for both arms, from what is drawn as lines: an interval of few seeds may span all."""
+    if cosine:
+        for axes in (upper, lower):
+            axes.set_ylim(-1.08, 1.08)
+        return
+    data = np.concatenate([np.asarray(line.get_ydata(), float) for axes in (upper, lower) for line in axes.get_lines()])
+    data = data[np.isfinite(data) & (data > 0)]
+    for axes in (upper, lower):
+        if data.size:
+            axes.set_ylim(data.min() / 2, data.max() * 2)
+
+
+def _legend(axes: Axes, pair: _Pair) -> None:
+    layers = len(pair.none.layers)
+    handles = [
+        Line2D([], [], color=_depth_color(layer, layers), lw=1.8, label=f"layer {layer}") for layer in _labelled(layers)
+    ]
+    if "predicted" in pair.none.shift:
+        handles.append(Line2D([], [], color="black", lw=1.1, ls=(0, (2.0, 1.5)), label="predicted"))
+    if layers > _LABELLED + 1:
+        handles.append(Line2D([], [], color=style.GREY, lw=0.6, label="others"))
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
+
+
+def _controls_figure(study: Study, pairs: Sequence[_Pair], numbers: pd.DataFrame) -> Figure:
+    figure = style.new_figure(11.6, 2.55 * len(pairs) + 0.7, _controls_caption(study, pairs))
+    grid = figure.subplots(len(pairs), 4, squeeze=False)
+    for row, pair in zip(grid, pairs, strict=True):
+        mine = numbers[numbers["pair"] == pair.name]
+        for axes, arm, short in zip(row, pair.arms, ("without BN", "with BN"), strict=False):
+            for which in WHICH:
+                one = _series(mine, "which", arm.name, which)
+                _draw_line(axes, one, _WHICH_COLORS[which], _WHICH_DASHES[which], which)
+            axes.set_title(f"{pair.label}\n{short}: which layers moved")
+            axes.set_xlabel("layer")
+            axes.set_ylabel(STATISTICS["relative"])
+        _share(row[0], row[1], cosine=False)
+        _draw_virtual(row[2], pair, mine)
+        for arm in pair.arms:
+            one = _series(mine, "predicted", arm.name, "ratio")
+            _draw_line(row[3], one, arm.look.color, arm.look.dashes, arm.label.rpartition(", ")[2], marker="o")
+        row[3].axhline(1.0, color="black", lw=0.8)
+        row[3].set_title("\nmeasured / predicted")
+        row[3].set_xlabel("layer")
+        row[3].set_ylabel("ratio")
+        for axes in row:
+            axes.set_yscale("log")
+        for axes in (row[2], row[3]):
+            _share(axes, axes, cosine=False)
+        for axes in (row[0], row[1], row[3]):
+            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    above, below = (grid[0][column].get_legend_handles_labels() for column in (0, 2))
+    # Filled column by column: which layers moved (and the prediction) above, the arms of virtual steps below.
+    handles, labels = (
+        [one for both in zip_longest(up, down) for one in both if one is not None]
+        for up, down in zip(above, below, strict=True)
+    )
+    figure.legend(handles, labels, loc="outside upper left", ncols=5, fontsize=8)
+    return figure
+
+
+def _series(numbers: pd.DataFrame, panel: str, arm: str, series: str) -> pd.DataFrame:
+    chosen = (numbers["panel"] == panel) & (numbers["arm"] == arm) & (numbers["series"] == series)
+    return numbers[chosen & numbers["value"].notna()]
+
+
+def _draw_line(
+    axes: Axes, one: pd.DataFrame, color: str, dashes: str | tuple[float, tuple[float, ...]], label: str,
+    *, marker: str = "", fill: bool = True,
+) -> None:  # fmt: skip
+    axes.plot(one["x"], one["value"], color=color, ls=dashes, lw=1.4, label=label, marker=marker, ms=4,
+              mfc=color if fill else "white", zorder=4)  # fmt: skip
+    axes.fill_between(one["x"], one["low"], one["high"], color=color, alpha=0.14, lw=0)
+
+
+def _draw_virtual(axes: Axes, pair: _Pair, numbers: pd.DataFrame) -> None:
+    for unit, marker, fill in (("curvature", "o", True), ("sharpness", "s", False)):
+        for arm in pair.arms:
+            one = _series(numbers, "virtual", arm.name, unit)
+            label = f"{arm.label.rpartition(', ')[2]}, {UNITS[unit]}"
+            _draw_line(axes, one, arm.look.color, arm.look.dashes, label, marker=marker, fill=fill)
+    one = _series(numbers, "virtual", pair.none.name, "predicted")
+    axes.plot(one["x"], one["value"], color="black", lw=1.0, ls=":", label="predicted, 1 / (|Hg|/|g|)", zorder=3)
+    axes.set_xscale("log")
+    axes.set_xticks(pair.none.sizes, [f"{size:g}" for size in pair.none.sizes])
+    axes.minorticks_off()
+    axes.set_title("\nvirtual steps")
+    axes.set_xlabel("size c of the step, in the unit named")
+    axes.set_ylabel(STATISTICS["relative"])
+
+
+def _readings_figure(study: Study, judged: Sequence[_Judged]) -> Figure:
+    """Ratios left, the cosine's difference right; one block a pair."""
+    count = sum(len(one.printed) + len(one.controls) for one in judged)
+    figure = style.new_figure(10.6, 0.27 * (count + len(judged)) + 0.9, _readings_caption(study, judged))
+    left, right = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
+    place, ticks, labels = 0, [], []
+    for one in judged:
+        ticks.append(place)
+        labels.append(_headline(one))
+        place -= 1
+        for reading in (*one.printed, *one.controls):
+            ticks.append(place)
+            labels.append(reading.label if one.pair.diverged else f"{reading.label}: {reading.says}")
+            _draw_reading(left if reading.ratio else right, reading, place)
+            place -= 1
+    left.set_yticks(ticks, labels)
+    for label in left.get_yticklabels():
+        if label.get_text() in {_headline(one) for one in judged}:
+            label.set_fontweight("bold")
+    left.set_xscale("log")
+    left.axvline(1.0, color="black", lw=0.8)
+    right.axvline(0.0, color="black", lw=0.8)
+    left.set_xlabel("with BN / without BN (left of 1: less with BN)")
+    right.set_xlabel("cosine, with - without\n(right of 0: less shift with BN)")
+    left.set_ylim(place + 0.4, 0.6)
+    return figure
+
+
+def _headline(one: _Judged) -> str:
+    return f"{one.pair.label}: {WORDS[one.verdicts[2]]}"
+
+
+def _draw_reading(axes: Axes, reading: _Reading, place: int) -> None:
+    colors = {"less": style.WITH_BN.color, "more": style.WITHOUT_BN.color}
+    color = colors.get(reading.says, style.GREY)
+    centre, low, high = reading.bounds()
+    if math.isnan(centre):
+        return
+    if math.isfinite(low) and math.isfinite(high):
+        axes.plot([low, high], [place, place], color=color, lw=2.0, solid_capstyle="butt")
+    marker = {"less": "<", "more": ">"}.get(reading.says, "o")
+    if not reading.ratio:
+        marker = {"<": ">", ">": "<"}.get(marker, marker)
+    axes.plot(centre, place, marker=marker, ms=6, color=color, mfc="white" if reading.says == "undecided" else color)
+
+
+# --- saying
+
+
+def _table(judged: Sequence[_Judged]) -> pd.DataFrame:
+    rows = []
+    for one in judged:
+        for reading in (*one.printed, *one.controls, *one.shown):
+            if reading.name.startswith("virtual") and not reading.says:
+                continue  # other sizes: in the figure and its CSV
+            says = reading.says if not one.pair.diverged else ""
+            says += f" ({reading.note})" if reading.note and says else ""
+            numbers = ("" if math.isnan(x) else f"{x:.3g}" for x in (reading.without, reading.with_))
+            rows.append((one.pair.label, reading.label, *numbers, reading.text(), says))
+        names = ("VERDICT as printed", "VERDICT after the controls", "VERDICT on both")
+        for name, verdict in zip(names, one.verdicts, strict=True):
+            rows.append((one.pair.label, name, "", "", "", WORDS[verdict]))
+    columns = ["network", "reading", "without BN", "with BN", "with / without (cosine: -)", "says"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _title(study: Study, judged: Sequence[_Judged]) -> str:
+    return "Internal covariate shift with BN against without. " + " ".join(f"{one.words()}." for one in judged)
+
+
+def _seeds(study: Study) -> str:
+    seeds = style.and_list([str(seed) for seed in study.seeds])
+    if len(study.seeds) == 1:
+        return f"One seed ({seeds}), so there is no interval and no verdict."
+    return f"n = {len(study.seeds)} seeds ({seeds}); bands and bars: 95% Student t interval over seeds."
+
+
+def _named_runs(runs: Sequence[Run]) -> str:
+    return style.and_list([f"{run.arm} seed {run.seed}" for run in runs])
+
+
+def _lost(pairs: Sequence[_Pair]) -> str:
+    lost = [run for pair in pairs for run in pair.diverged]
+    if not lost:
+        return ""
+    return (
+        f" Diverged: {_named_runs(lost)} (dotted: its last record); from there on means are over the other seeds, and "
+        "the pair has no verdict."
+    )
+
+
+def _protocol(study: Study, pairs: Sequence[_Pair]) -> str:
+    """Networks and batches, in words."""
+    said = []
+    for name in dict.fromkeys(pair.name.partition("-")[0] for pair in pairs):
+        arm = next(pair.none.name for pair in pairs if pair.name.startswith(f"{name}-"))
+        training = study.setting("training", arm=arm)
+        batch = "full batch" if training["batch"] == "full" else f"batches of {training['batch']}"
+        layers = len(next(pair.none.layers for pair in pairs if pair.name.startswith(f"{name}-")))
+        data = {"mlp": "MNIST", "linear": "a linear teacher, squared distance summed over examples", "vgg": "CIFAR-10"}
+        momentum = f", momentum {training['momentum']:g}" if training["momentum"] else ""
+        said.append(f"{name}: {layers} layers on {data.get(name, name)}, {batch}, SGD{momentum}")
+    return "; ".join(said) + "."
+
+
+def _caption(study: Study, pairs: Sequence[_Pair]) -> str:
+    many = any(len(pair.none.layers) > _LABELLED + 1 for pair in pairs)
+    every = study.setting("measures", "shift_every")
+    return (
+        "Internal covariate shift, Definition 2.1 of Santurkar et al. (2018): G is the gradient by a layer's "
+        "parameters (with its normalizer's), G' the same on the same batch after all layers before it have taken their "
+        "step, the layer itself and those behind it not. Every layer from the second on (the first has none before it: "
+        f"exactly 0), every {every} steps; colour: depth, from dark to light"
+        + (", four layers heavy and the others thin. " if many else ". ")
+        + f"{_seeds(study)} Lines are means over seeds, geometric but for the cosine. Dashed: the relative size that a "
+        "locally quadratic loss predicts, eta (|Hg|/|g|) (i-1)/L, which knows nothing of normalizers. Both arms of a "
+        f"network share their axes' range.{_lost(pairs)}\n{_protocol(study, pairs)}"
+    )
+
+
+def _controls_caption(study: Study, pairs: Sequence[_Pair]) -> str:
+    measures = study.setting("measures")
+    return (
+        "Left half: relative change of a layer's gradient when other layers take their step: those before it "
+        "(Definition 2.1), those behind it (which cannot shift its input), it alone, or all. Third: steps that are not "
+        "taken, theta - (c/b) g with b the curvature along the gradient |Hg|/|g| (filled circles) or the largest "
+        "eigenvalue of the Hessian (hollow squares), so that c is the step in the network's own unit; preceding layers "
+        "moved, geometric mean over layers 2 to L. Dotted: c (i-1)/L, what a quadratic loss predicts in the unit of "
+        "|Hg|/|g|, for either arm. Right: Definition 2.1 as measured over eta (|Hg|/|g|) (i-1)/L, one if the loss is a "
+        f"quadratic and nothing else. Geometric means over records ({measures['shift_every']} steps apart, virtual "
+        f"steps {measures['virtual_every']}). {_seeds(study)}{_lost(pairs)}\n{_protocol(study, pairs)}"
+    )
+
+
+def _readings_caption(study: Study, judged: Sequence[_Judged]) -> str:
+    left_out = sum(r.left_out for one in judged for r in (*one.printed, *one.controls))
+    said = (
+        "What the verdicts rest on, paired by seed: ratios of geometric means over layers and records, with BN over "
+        "without, and the difference of mean cosines. As printed: relative size and cosine, layers 2 to L. Controls: "
+        "(1) preceding over following layers moved, layers 2 to L-1 (on average as many move before as behind); (2) "
+        "virtual steps of size c = 1 in either unit; (3) measured over predicted. "
+        "Triangles: the interval excludes 1 (or 0), they point to less or more; circles: undecided. Where readings "
+        f"contradict each other the verdict is inconclusive. {_seeds(study)}"
+    )
+    if left_out:
+        said += f" {left_out} cells (layer x record x seed) are undefined or 0 in one arm and are left out of both."
+    return said + _lost([one.pair for one in judged]) + "\n" + "\n".join(one.words() + "." for one in judged)
