@@ -203,8 +203,13 @@ class _Judged:
         first, second = (", ".join(f"{one.short} {one.says}" for one in part) for part in (self.printed, self.controls))
         return (
             f"{self.pair.label}: {WORDS[both]}. As printed: {WORDS[printed]} ({first}); after the controls: "
-            f"{WORDS[controls]} ({second})"
+            f"{WORDS[controls]} ({second}). Meanwhile the loss fell to {self.progress()}"
         )
+
+    def progress(self) -> str:
+        """What is left of the loss at the last record: two arms that did not learn alike are compared all the same."""
+        loss = next(one for one in self.shown if one.name == "loss")
+        return f"{loss.without:.2g} of its start without and {loss.with_:.2g} with BN"
 
 
 def draw(folder: Path) -> style.Drawn:
@@ -328,7 +333,7 @@ def _judge(pair: _Pair) -> _Judged:
     shown += [
         _reading(pair, "eta_curvature", "eta |Hg|/|g|", lambda arm: _steplength(arm, "curvature"), judge=False),
         _reading(pair, "eta_sharpness", "eta x sharpness", lambda arm: _steplength(arm, "sharpness"), judge=False),
-        _reading(pair, "loss", "loss at the last record", lambda arm: _log(arm.whole["loss"][:, -1:]), judge=False),
+        _reading(pair, "loss", "loss, last / first record", _progress, judge=False),
     ]
     return _Judged(pair, printed, tuple(controls), tuple(shown))
 
@@ -337,16 +342,24 @@ def _reading(
     pair: _Pair, name: str, label: str, cells: Callable[[_Arm], Floats], *, ratio: bool = True, judge: bool = True
 ) -> _Reading:
     """``cells`` gives an arm's numbers, (S, ...) with seeds first: logarithms, or with ``ratio=False`` the numbers."""
+    if not pair.kept.any():  # and then an arm may have fewer records than the other
+        return _Reading(name, label, math.nan, math.nan, None, ratio, 0, "undecided" if judge else "")
     none, batch = (_by_seed(cells(arm)[pair.kept]) for arm in pair.arms)
     defined = np.isfinite(none) & np.isfinite(batch)
     left_out = int((~defined).sum())
-    if not len(defined) or not defined.any(axis=1).all():
+    if not defined.any(axis=1).all():
         return _Reading(name, label, math.nan, math.nan, None, ratio, left_out, "undecided" if judge else "")
     sides = [np.where(defined, side, 0.0).sum(axis=1) / defined.sum(axis=1) for side in (none, batch)]
     found = mean(sides[1] - sides[0])
     without, with_ = (_exp(float(side.mean())) if ratio else float(side.mean()) for side in sides)
     says = _says(found if ratio else _turned(found)) if judge else ""
     return _Reading(name, label, without, with_, found, ratio, left_out, says)
+
+
+def _progress(arm: _Arm) -> Floats:
+    """Log of the loss at the last record over that at the first (S, 1)."""
+    loss = _log(arm.whole["loss"])
+    return loss[:, -1:] - loss[:, :1]
 
 
 def _by_seed(cells: Floats) -> Floats:
@@ -676,7 +689,7 @@ def _readings_figure(study: Study, judged: Sequence[_Judged]) -> Figure:
     left.axvline(1.0, color="black", lw=0.8)
     right.axvline(0.0, color="black", lw=0.8)
     left.set_xlabel("with BN / without BN (left of 1: less with BN)")
-    right.set_xlabel("cosine, with - without\n(right of 0: less shift with BN)")
+    right.set_xlabel("cosine, with - without\n(right of 0: less)")
     left.set_ylim(place + 0.4, 0.6)
     return figure
 

@@ -11,7 +11,7 @@ eta (|Hg|/|g|) (i-1)/L, whatever the network is made of.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, Field
@@ -40,11 +40,22 @@ Sizes = Annotated[tuple[Positive, ...], AfterValidator(_judged)]
 class IcsFields(GradientFields):
     """The networks, and what is measured on them how often."""
 
+    steps: Count = Field(2000, description="linear, vgg: updates")
+    mlp_steps: Count = Field(6000, description="mlp: updates; without BN it stands at chance for thousands of them")
     shift_every: Count = Field(80, description="steps between two records of Definition 2.1 and its controls")
     virtual_every: Count = Field(240, description="steps between two records of virtual steps")
     sizes: Sizes = Field((0.1, 0.5, 1.0, 2.0), description="of virtual steps, in units of 1 / curvature; 1 is judged")
     tolerance: Positive = Field(0.01, description="relative residual of the largest eigenvalue")
     evaluate_every: Count = Field(500, description="steps between two evaluations on held-out examples")
+
+    def unused(self) -> Mapping[str, str]:
+        """Fields of networks that are not asked for."""
+        found = dict(super().unused())
+        if "mlp" not in self.network:
+            found["mlp_steps"] = "without network mlp"
+        if self.network == ("mlp",):
+            found["steps"] = "without network linear or vgg"
+        return found
 
 
 class IcsDrawing(Frozen):
@@ -76,6 +87,8 @@ def configure(fields: IcsFields, arm: Arm, seed: int, device: Device) -> RunConf
         sizes=fields.sizes,
         tolerance=fields.tolerance,
     )
+    if arm.name.startswith("mlp-"):
+        fields = fields.model_copy(update={"steps": fields.mlp_steps})
     return gradient_run(fields, arm, seed, device, measures=measures, evaluate_every=fields.evaluate_every)
 
 
@@ -131,6 +144,7 @@ STUDY = Study(
             seeds=2,
             fields={
                 "steps": 11,
+                "mlp_steps": 11,
                 "shift_every": 5,
                 "virtual_every": 10,
                 "linear_lr": (1e-6,),

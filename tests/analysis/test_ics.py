@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 from analysis import style
+from analysis.figures import ics
 from analysis.figures.ics import combine, draw
 from analysis.load import StudyError
 from diagnostics.record import RunWriter, run_id
@@ -80,7 +81,7 @@ def plant(
 def write(writer: RunWriter, step: int, cells: Cells, offset: float, mode: str, zero: bool) -> None:
     """Relative sizes carry the seed's ``offset``; the ones of ``following`` do not, nor does the prediction."""
     factor = float(np.exp(offset))
-    whole = {"loss": 5.0, "step_norm": 1.0, "directional_curvature": 3.0}
+    whole = {"loss": 5.0 if mode == "-" else 5.0 / (1 + step), "step_norm": 1.0, "directional_curvature": 3.0}
     writer.write(step, "covariate_shift", "-", whole, mode=mode)
     for place, layer in enumerate(LAYERS):
         depth = (1 + step) * place
@@ -118,7 +119,7 @@ def verdicts(folder: Path) -> dict[str, str]:
 
 def test_planted_ratios_are_read_back_with_their_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quick(monkeypatch)
-    draw(plant(tmp_path, LESS))
+    title = draw(plant(tmp_path, LESS)).title
     table = readings(tmp_path)
     for name, ratio in (("relative", 0.5), ("beyond_following", 1.25 / 2), ("virtual_curvature_1", 0.5),
                         ("virtual_sharpness_1", 0.5), ("virtual_sharpness_0.5", 0.5), ("over_predicted", 0.5),
@@ -134,6 +135,8 @@ def test_planted_ratios_are_read_back_with_their_intervals(tmp_path: Path, monke
     depths = np.log([[(1 + step) * place for place in (1, 2, 3)] for step in STEPS]).mean()
     assert table.loc["relative", "without"] == pytest.approx(0.1 * np.exp(depths))
     assert table.loc["beyond_following", ["without", "with"]].tolist() == pytest.approx([2.0, 1.25])
+    assert table.loc["loss", ["without", "with"]].tolist() == pytest.approx([1, 1 / 21])
+    assert "the loss fell to 1 of its start without and 0.048 with BN" in title
     assert table.loc["eta_curvature", "without"] == pytest.approx(0.3)
     assert table.loc["eta_sharpness", "with"] == pytest.approx(0.4)
 
@@ -168,14 +171,16 @@ def test_planted_cells_give_the_stated_verdicts(outcome: str, tmp_path: Path, mo
     assert drawn.table.iloc[-1].tolist()[1:] == ["VERDICT on both", "", "", "", both]
 
 
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write the numbers and no pictures: those have tests of their own."""
+def quick(monkeypatch: pytest.MonkeyPatch, *, pictures: bool = False) -> None:
+    """Write the numbers alone; ``pictures`` are made, but not written: that takes seconds and has tests of its own."""
 
     def save(figure: object, folder: Path, name: str, numbers: pd.DataFrame) -> tuple[Path, ...]:
         numbers.to_csv(folder / f"{name}.csv", index=False)
         return (folder / f"{name}.csv",)
 
     monkeypatch.setattr(style, "save", save)
+    for name in () if pictures else ("_figure", "_controls_figure", "_readings_figure"):
+        monkeypatch.setattr(ics, name, lambda *_: None)
 
 
 def test_what_neither_arm_shows_beyond_following_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +208,8 @@ def test_a_cell_that_is_zero_is_left_out_of_both_arms_and_counted(
     assert row["estimate"] == pytest.approx(0.5)
 
 
-def test_a_diverged_run_is_drawn_named_and_gives_no_verdict(tmp_path: Path) -> None:
+def test_a_diverged_run_is_drawn_named_and_gives_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch, pictures=True)
     drawn = draw(plant(tmp_path, LESS, ends={1: 10}))
     assert set(verdicts(tmp_path).values()) == {"diverged"}
     assert "no verdict, training diverged (linear-0.1-batch seed 1)" in drawn.title
@@ -217,7 +223,7 @@ def test_a_diverged_run_is_drawn_named_and_gives_no_verdict(tmp_path: Path) -> N
 def test_when_all_runs_of_an_arm_diverged_at_once_there_is_still_a_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick(monkeypatch)
+    quick(monkeypatch, pictures=True)
     drawn = draw(plant(tmp_path, LESS, ends={0: 0, 1: 0, 2: 0}))
     assert set(verdicts(tmp_path).values()) == {"diverged"}
     assert "not measured" in drawn.table["with / without (cosine: -)"].tolist()

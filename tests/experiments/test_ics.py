@@ -53,6 +53,15 @@ def test_arms_share_seeds_and_differ_in_the_normalizer_alone(tmp_path: Path) -> 
             assert none == batch
 
 
+def test_the_networks_train_for_steps_of_their_own(tmp_path: Path) -> None:
+    made = jobs(tmp_path, steps=30, mlp_steps=70)
+    assert {job.arm.partition("-")[0]: job.steps for job in made} == {"mlp": 70, "linear": 30}
+    with pytest.raises(ValidationError, match="mlp_steps=70 means nothing without network mlp"):
+        IcsFields(network=("linear",), mlp_steps=70)
+    with pytest.raises(ValidationError, match="steps=70 means nothing without network linear or vgg"):
+        IcsFields(network=("mlp",), steps=70)
+
+
 def test_probes_are_what_the_study_says(tmp_path: Path) -> None:
     job = jobs(tmp_path, sizes=(1.0, 3.0), tolerance=0.2, shift_every=3, virtual_every=9)[0]
     shift, virtual = probes(job.config, None, Streams(7))  # type: ignore[arg-type]  # neither reads the data
