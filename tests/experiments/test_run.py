@@ -226,6 +226,16 @@ def test_a_record_that_is_being_written_is_refused(tmp_path: Path) -> None:
         other.close("running")
 
 
+def test_a_run_that_somebody_else_finished_meanwhile_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
+) -> None:
+    folder = tmp_path / "run"
+    run(job(folder), ignore)
+    monkeypatch.setattr(module, "standing", lambda job: "absent")  # as it was when we looked
+    assert "holds a record already" in refusal(folder)
+    assert content(folder) == whole
+
+
 def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(job(folder), ignore)
@@ -235,6 +245,9 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
     status = json.loads((folder / "status.json").read_text())
     (folder / "status.json").write_text(json.dumps(status | {"format": 99}))
     assert "format 99" in refusal(folder)
+
+    (tmp_path / "file").write_text("")
+    assert "it is a file" in refusal(tmp_path / "file")
 
     stray = tmp_path / "stray"
     stray.mkdir()
