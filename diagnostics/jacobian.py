@@ -671,4 +671,5 @@ def _premise(values: Tensor) -> dict[str, float]:
 
 
 def _mean(values: Tensor) -> float:
-    return float(values.double().mean())
+    """Over the examples where it is defined: a matrix of zeros has no spread."""
+    return float(values.double().nanmean())

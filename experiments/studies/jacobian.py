@@ -174,7 +174,10 @@ def compute(config: Computation) -> Iterator[tuple[int, str, Rows]]:
 def _untrained(
     network: MLPConfig, normalizer: NormalizerConfig, seed: int, inputs: Tensor, examples: int
 ) -> dict[str, float]:
-    """What `Spectrum` says of the maps between hidden layers, and the premise; means over maps and examples."""
+    """What `Spectrum` says of the maps between hidden layers, and the premise; means over maps and examples.
+
+    A map that is zero at an example (every ReLU off) has no spread there, and does not count for it.
+    """
     import torch
 
     from diagnostics.guard import set_mode
@@ -205,7 +208,7 @@ def _untrained(
         spectrum = singular_values(apply, torch.zeros_like(few))
         found.setdefault("effective_dimension", []).append(effective_dimension(one.inputs))
         for name in ("mean_square", "spread", "rank", "smallest", "largest", "distance"):
-            found.setdefault(name, []).append(float(getattr(spectrum, name).mean()))
+            found.setdefault(name, []).append(float(getattr(spectrum, name).nanmean()))
     return {name: float(torch.tensor(values, dtype=torch.float64).mean()) for name, values in found.items()}
 
 
@@ -230,8 +233,8 @@ STUDY = Study(
         "the same of untrained networks at several widths and batch sizes",
     ),
     rule=(
-        "The conjecture (all singular values 1) has three parts, judged per nonlinearity, law of weights and map, at the"
-        " start and at the end of training, over seeds. Premise: effective dimension above 0.9 of the units. Mean"
+        "The conjecture (all singular values 1) has three parts, judged per nonlinearity, law of weights and map, at"
+        " the start and at the end of training, over seeds. Premise: effective dimension above 0.9 of the units. Mean"
         " square: between 0.9 and 1.1. Spread: below 0.1. A part holds, or fails, where the whole 95% interval says so;"
         " else it is undecided. The conjecture holds where all three do and is refuted where one fails. The weaker"
         " claim (better behaved with BN) is supported where the spread's ratio with to without BN, paired by seed, is"

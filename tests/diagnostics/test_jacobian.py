@@ -537,6 +537,20 @@ def test_a_network_that_is_not_finite_is_recorded(tmp_path):
     assert np.isnan(values(table, "1.1")).all()
 
 
+def test_an_example_whose_map_is_zero_has_no_spread_and_takes_none_away(tmp_path):
+    class Gate(nn.Module):
+        def forward(self, x):
+            return x * (x[:, :1] > 0)
+
+    model = nn.Sequential(nn.Identity(), Gate(), nn.Linear(6, 6, bias=False), nn.Identity()).double()
+    x = randn(8, 6, seed=1)
+    table = record(tmp_path, LayerJacobian(["0", "3"], x), model)
+    (found,) = maps(model, x, layers=["0", "3"])
+    spread = found.jacobian.singular_values().spread
+    assert spread.isnan().sum() == (x[:, 0] <= 0).sum() > 0
+    assert cells(table, "3")["spread"] == pytest.approx(float(spread.nanmean()))
+
+
 def test_positions_count_as_examples_for_the_premise(tmp_path):
     seed_everything()
     model = awkward()
