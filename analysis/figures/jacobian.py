@@ -211,9 +211,9 @@ def _draw_distribution(axes: Axes, one: _Map, law: Floats) -> None:
     _step_axis(axes, last)
 
 
-def _log_axis(axes: Axes) -> None:
+def _log_axis(axes: Axes, subs: Sequence[float] = (1.0, 2.0, 5.0)) -> None:
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
+    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=9))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
 
@@ -242,7 +242,7 @@ def _parts(study: Study, maps: Sequence[_Map], units: tuple[int, ...]) -> Figure
             elif statistic == "mean_square":
                 axes.axhspan(*SQUARE, color=style.GREY, alpha=0.25, lw=0)
                 axes.axhline(THEORY[activation], color=style.BLACK, lw=0.9, ls=(0, (6, 2)))
-                _log_axis(axes)
+                _log_axis(axes, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
             else:
                 axes.axhline(SPREAD, color=style.GREY, lw=1.0, ls=":")
                 axes.axhline(law, color=style.BLACK, lw=0.9, ls=(0, (1, 1)))
@@ -392,22 +392,22 @@ def _table(maps: Sequence[_Map], weights: Mapping[Key, tuple[float, float]]) -> 
 
         def change(name: str, form: str, mine: Sequence[_Map] = mine) -> str:
             first, last = (np.mean([one.values[name][:, at] for one in mine]) for at in (0, -1))
-            return _arrow(f"{first:{form}}", f"{last:{form}}")
+            return _arrow(*("0" if abs(x) < 1e-6 else f"{x:{form}}" for x in (first, last)))
 
         rows.append(
             (
-                f"{ACTIVATIONS[key[0]]}, {INITS[key[1]]}, {ARMS[key[2]].removesuffix(' BN')}",
+                f"{ACTIVATIONS[key[0]]} {INITS[key[1]]}{' BN' if key[2] == 'batch' else ''}",
                 change("effective_dimension", ".0f"),
-                change("mean_square", ".3g"),
+                change("mean_square", ".2f"),
                 change("spread", ".2f"),
                 _arrow(*(f"{spread:.2f}" for spread in weights[key])),
                 change("rank", ".0f"),
-                change("smallest", ".1e"),
-                change("largest", ".3g"),
-                change("distance", ".2g"),
+                change("smallest", ".1g"),
+                change("largest", ".2f"),
+                change("distance", ".2f"),
             )
         )
-    columns = ["net, BN", "dim.", "square", "spread", "W's", "rank", "smallest", "largest", "distance"]
+    columns = ["net", "dim.", "square", "spread", "W's", "rank", "smallest", "largest", "distance"]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -486,6 +486,6 @@ def _init_caption(study: Study, width: int, batch: int) -> str:
     return (
         f"Untrained networks, means over maps and examples. Top: mean squared singular value, {width} units a layer, "
         "against the batch whose statistics are used; dashed: theory for wide layers and large batches with BN: "
-        "E[g' squared] / Var[g] for a standard normal input, 1, 1.0336, 1.1778 and pi/(pi - 1). Bottom: spread, "
-        f"batches of {batch}. {_seeds(study)}{band}"
+        "E[g' squared] / Var[g] for a standard normal input, 1, 1.0336, 1.1778 and pi/(pi - 1). Vectors of d "
+        f"effective dimensions raise it by about 2/d. Bottom: spread, batches of {batch}. {_seeds(study)}{band}"
     )

@@ -105,7 +105,7 @@ def test_the_title_counts_what_holds_and_what_fails(drawn: tuple[Path, Drawn]) -
 def test_the_table_has_a_row_for_every_net(drawn: tuple[Path, Drawn]) -> None:
     _, found = drawn
     assert len(found.table) == 16
-    row = found.table.set_index("net, BN").loc["tanh, Gaussian, with"]
+    row = found.table.set_index("net").loc["tanh Gaussian BN"]
     assert row["spread"] == "0.40\N{RIGHTWARDS ARROW}0.40"
     assert row["dim."] == "5\N{RIGHTWARDS ARROW}5"
     assert row["W's"] == "0.75\N{RIGHTWARDS ARROW}0.85"
