@@ -30,8 +30,6 @@ __all__ = ["RandomState", "guard", "is_normalizer", "isolated", "normalizers", "
 
 T = TypeVar("T")
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-# Containers that a module fills through its own methods; guarded by what they hold, not by which object they are.
-_CONTAINERS = frozenset({"_parameters", "_buffers", "_modules"})
 # torch's own bookkeeping: hooks and flags, which no forward changes.
 _TORCHS = frozenset(vars(nn.Module())) | {"training"}
 _SEQUENCES = (list, tuple, set, deque)
@@ -112,6 +110,31 @@ class RandomState:
         for generator, state in self._generators:
             _set(generator, state)
 
+    def moved(self, *, numpy: bool = True) -> bool:
+        """Whether any stream has moved since; ``numpy=False`` leaves numpy's out, which takes longer than the rest."""
+        if not torch.equal(torch.get_rng_state(), self._torch) or random.getstate() != self._python:
+            return True
+        if numpy and not _alike(np.random.get_state(), self._numpy):  # noqa: NPY002 - as above
+            return True
+        if torch.cuda.is_initialized() and not _alike(torch.cuda.get_rng_state_all(), self._cuda):  # type: ignore[no-untyped-call]  # as above
+            return True
+        if self._mps is not None and not _alike(torch.mps.get_rng_state(), self._mps):
+            return True
+        return any(not _alike(_get(generator), state) for generator, state in self._generators)
+
+
+def _alike(found: Any, kept: Any) -> bool:
+    """Whether two states of a generator are equal, through the containers that libraries wrap them in."""
+    if isinstance(found, Tensor):
+        return isinstance(kept, Tensor) and torch.equal(found, kept)
+    if isinstance(found, np.ndarray):
+        return np.array_equal(found, kept)
+    if isinstance(found, dict):
+        return isinstance(kept, dict) and all(_alike(value, kept[key]) for key, value in found.items())
+    if isinstance(found, list | tuple) and isinstance(kept, list | tuple):
+        return len(found) == len(kept) and all(map(_alike, found, kept))
+    return bool(found == kept)
+
 
 def _find_generators(value: Any, found: list[Generator], depth: int = 4) -> None:
     """Append every generator in ``value``, looking into lists and the like."""
@@ -156,10 +179,10 @@ class _Module:
 
     def __init__(self, module: nn.Module, *, parameters: bool) -> None:
         self._module = module
-        self._attributes = {name: value for name, value in vars(module).items() if name not in _CONTAINERS}
+        self._attributes = dict(vars(module))  # the containers with it: which objects they are is no matter
         self._parameters = dict(module._parameters)
         self._buffers = dict(module._buffers)
-        weights = [tensor for tensor in module._parameters.values() if tensor is not None]
+        weights = [tensor for tensor in self._parameters.values() if tensor is not None]
         self._held = [(weight, weight.data, weight.grad, weight.requires_grad) for weight in weights]
         self._copy_parameters = parameters
 
@@ -182,26 +205,32 @@ class _Module:
 
     def restore(self) -> None:
         attributes = vars(self._module)
-        for name in [n for n in attributes if n not in self._attributes and n not in _CONTAINERS]:
-            del attributes[name]
         attributes.update(self._attributes)
+        if len(attributes) != len(self._attributes):
+            for name in attributes.keys() - self._attributes.keys():
+                del attributes[name]
         _put_back(self._module._parameters, self._parameters)
         _put_back(self._module._buffers, self._buffers)
         for weight, data, grad, requires_grad in self._held:
             weight.data = data
-            weight.requires_grad_(requires_grad)
+            if weight.requires_grad != requires_grad:
+                weight.requires_grad_(requires_grad)
             if weight.grad is not grad:
                 weight.grad = grad
 
 
 def _put_back(held: dict[str, T], wanted: dict[str, T]) -> None:
+    if not held and not wanted:
+        return
     if list(held) != list(wanted) or any(held[name] is not value for name, value in wanted.items()):
         held.clear()
         held.update(wanted)
 
 
 @contextmanager
-def guard(model: nn.Module, generators: Iterable[Generator] = (), *, parameters: bool = True) -> Iterator[None]:
+def guard(
+    model: nn.Module, generators: Iterable[Generator] = (), *, parameters: bool = True, streams: bool = True
+) -> Iterator[None]:
     """Whatever happens to ``model`` or to a random stream inside the block is undone at its end.
 
     Args:
@@ -209,8 +238,9 @@ def guard(model: nn.Module, generators: Iterable[Generator] = (), *, parameters:
         generators: Random generators that no module of the model holds.
         parameters: Copy the parameters too. False saves that memory where the block only ever exchanges their
             ``.data`` and never writes to it; the exchange is undone all the same.
+        streams: Put the random streams back too. False is for a guard inside another one, which does.
     """
-    streams = RandomState(model, generators)
+    kept = RandomState(model, generators) if streams else None
     modules = [_Module(module, parameters=parameters) for module in model.modules()]
     try:
         copies: dict[int, Any] = {}
@@ -220,7 +250,8 @@ def guard(model: nn.Module, generators: Iterable[Generator] = (), *, parameters:
     finally:
         for module in modules:
             module.restore()
-        streams.restore()
+        if kept is not None:
+            kept.restore()
 
 
 def is_normalizer(module: nn.Module) -> bool:

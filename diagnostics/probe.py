@@ -178,12 +178,16 @@ class StepView:
         return self._parameters
 
     @contextmanager
-    def at(self, parameters: Mapping[str, Tensor] | None = None, *, mode: str = "step") -> Iterator[nn.Module]:
+    def at(
+        self, parameters: Mapping[str, Tensor] | None = None, *, mode: str = "step", streams: bool = True
+    ) -> Iterator[nn.Module]:
         """The model at other parameters, everything else as the step found it.
 
         Args:
             parameters: name -> tensor; theta_t where a name is missing. Not copied, and not written to by a forward.
             mode: ``step`` (flags as the user had them), ``batch`` or ``population``, see `diagnostics.guard.set_mode`.
+            streams: False leaves the random streams where the block leaves them: for a probe that draws nothing itself,
+                in whose stead the guard around its `measure` puts them back.
 
         Yields:
             The model. Buffers and what plain attributes hold are fresh copies and all random streams start anew, each
@@ -193,7 +197,7 @@ class StepView:
         unknown = [name for name in values if name not in self._parameters]
         if unknown:
             raise ValueError(f"the model has no parameter {unknown[0]!r}")
-        with guard(self.model, self.site.generators, parameters=False):
+        with guard(self.model, self.site.generators, parameters=False, streams=streams):
             for name, value in values.items():
                 self._parameters[name].data = value
             fresh = {key: value.clone() for key, value in self._entry.buffers.items()}
@@ -204,7 +208,8 @@ class StepView:
                 for name, held in attributes.items():
                     vars(module)[name] = isolated(held, copies)
             for module, training in self._entry.training:
-                module.training = training
+                if module.training != training:
+                    module.training = training
             self._entry.streams.restore()
             set_mode(self.model, mode)
             with torch.enable_grad():

@@ -158,3 +158,21 @@ def train(
             optimizer.step()
         losses.append(float(value.detach()))
     return losses
+
+
+class PrimitiveBatchNorm(nn.Module):
+    """Batch normalization of (N, C, *positions) from means and squares alone: no torch.nn.functional.batch_norm."""
+
+    def __init__(self, features: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(features))
+        self.bias = nn.Parameter(torch.zeros(features))
+        self.register_buffer("running_mean", torch.zeros(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        axes = (0, *range(2, x.ndim))
+        unit = (1, -1, *(1 for _ in x.shape[2:]))
+        centred = x - x.mean(axes, keepdim=True)
+        scaled = centred / (centred.square().mean(axes, keepdim=True) + self.eps).sqrt()
+        return scaled * self.weight.view(unit) + self.bias.view(unit)

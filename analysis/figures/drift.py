@@ -289,6 +289,7 @@ def _figure(study: Study, curves: pd.DataFrame, layers: int) -> Figure:
         _share_limits(row[:3])
         _draw_ribbon(row[3], ribbons[ribbons["layer"] == index])
         row[3].set_title("one unit before the normalizer" if index == 1 else "")
+        row[3].set_ylabel("pre-activation")
     for axes in grid[-1]:
         axes.set_xlabel("training steps")
     for axes in grid.flat:
@@ -537,7 +538,7 @@ def _progress_caption(study: Study, path: pd.DataFrame) -> str:
         "is often plotted as drift) and the part of it that the parameters made (thick: the same images at both "
         "steps); "
         f"the rest is sampling. Root mean square over units, averaged over hidden layers, mean of {len(study.seeds)} "
-        "seeds, batch mode.\n"
+        f"seed{'s' * (len(study.seeds) > 1)}, batch mode.\n"
     )
     if path.empty:
         return said + "Right: no level of training loss was reached by all runs."
