@@ -117,13 +117,19 @@ def _units(study: Study) -> tuple[int, ...]:
     return tuple(study.setting("network", "hidden", arm=arm))
 
 
+def _layers(study: Study) -> tuple[int, ...]:
+    """The layers that receive the last two maps, or the only one."""
+    last = len(_units(study))
+    return (last - 1, last) if last > 2 else (last,)
+
+
 def _maps(study: Study, key: Key) -> list[_Map]:
     """The last two maps of one arm."""
-    layers, arm = len(_units(study)), _arm(key)
+    arm = _arm(key)
     table = load_records(study, probe="jacobian", arm=arm)
     table = table.assign(layer=table["layer"].astype(str).str.extract(r"hidden(\d+)", expand=False).astype(int))
     found = []
-    for layer in (layers - 1, layers):
+    for layer in _layers(study):
         mine = table[table["layer"] == layer]
         values = {name: _over_seeds(mine, name) for name in NUMBERS}
         values["effective_dimension"] = _over_seeds(table[table["layer"] == layer - 1], "effective_dimension")
@@ -151,10 +157,10 @@ def _quantiles(singular: pd.DataFrame, seeds: int) -> Floats:
 
 def _weights(study: Study) -> dict[Key, tuple[float, float]]:
     """Spread of the weights alone at the first and the last record, mean over seeds and the last two layers."""
-    layers, found = len(_units(study)), {}
+    found = {}
     for key in product(ACTIVATIONS, INITS, ARMS):
         table = load_records(study, probe="weights", statistic="spread", unit=-1, arm=_arm(key))
-        mine = table[table["layer"].isin([f"hidden{k}.linear" for k in (layers - 1, layers)])]
+        mine = table[table["layer"].isin([f"hidden{k}.linear" for k in _layers(study)])]
         ends = [mine[mine["step"] == step]["value"].mean() for step in (mine["step"].min(), mine["step"].max())]
         found[key] = float(ends[0]), float(ends[1])
     return found
@@ -177,8 +183,7 @@ def _untrained(study: Study) -> pd.DataFrame:
 
 def _distributions(study: Study, maps: Sequence[_Map], init: str) -> Figure:
     figure = style.new_figure(10.4, 7.6, _caption(study, init))
-    layers = len(_units(study))
-    columns = [(layer, arm) for layer in (layers - 1, layers) for arm in ARMS]
+    columns = [(layer, arm) for layer in _layers(study) for arm in ARMS]
     grid = figure.subplots(len(ACTIVATIONS), len(columns), sharex=True, sharey="row")
     law = np.quantile(marchenko_pastur(1.0), QUANTILES)
     for row, (activation, name) in zip(grid, ACTIVATIONS.items(), strict=True):
@@ -236,7 +241,7 @@ def _parts(study: Study, maps: Sequence[_Map], units: tuple[int, ...]) -> Figure
             for init, arm in product(INITS, ARMS):
                 _draw_part(axes, [m for m in maps if m.key == (activation, init, arm)], statistic)
             if statistic == "effective_dimension":
-                axes.axhline(DIMENSION * min(units[-3:-1]), color=style.GREY, lw=1.0, ls=":")
+                axes.axhline(DIMENSION * units[-2], color=style.GREY, lw=1.0, ls=":")
                 axes.set_title(name)
                 axes.set_ylim(bottom=0)
             elif statistic == "mean_square":
@@ -472,7 +477,7 @@ def _parts_caption(study: Study, units: tuple[int, ...]) -> str:
     band = "" if len(study.seeds) == 1 else " Bands: 95% Student t interval over seeds, of logarithms below the top."
     return (
         "The conjecture in its parts, means over the last two maps. Top: effective dimension (participation ratio of "
-        f"the correlation matrix) of the vectors that enter, of {min(units[-3:-1])} units; uncorrelated vectors "
+        f"the correlation matrix) of the vectors that enter, of {units[-2]} units; uncorrelated vectors "
         f"would lie above the dotted line ({DIMENSION:.0%}). Middle: mean squared singular value; the conjecture asks "
         "for the grey band, theory for wide layers with BN at the start gives the dashed line. Bottom: standard "
         f"deviation of the logarithm of the nonzero singular values; the conjecture asks for less than the dotted grey "

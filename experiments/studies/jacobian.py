@@ -101,10 +101,10 @@ def configure(fields: JacobianFields, arm: Arm, seed: int, device: Device) -> Ru
     """One arm with one seed.
 
     Raises:
-        ValueError: If there are fewer than three hidden layers: two maps are drawn.
+        ValueError: If there is one hidden layer: a map has two ends.
     """
-    if len(fields.hidden) < 3:
-        raise ValueError(f"hidden must have 3 layers or more, for the last two maps, got {len(fields.hidden)}")
+    if len(fields.hidden) < 2:
+        raise ValueError(f"hidden must have 2 layers or more, the ends of a map, got {len(fields.hidden)}")
     if arm.name == AT_INIT:
         measures = InitMeasures(
             network=MLPConfig(hidden=fields.hidden, init_std=fields.std),

@@ -25,14 +25,20 @@ Planted = Mapping[str, Mapping[str, float]]  # arm -> what differs from USUAL
 
 
 def plant(
-    folder: Path, planted: Planted, *, name: str = "jacobian", status: str = "complete", seeds: int = SEEDS
+    folder: Path,
+    planted: Planted,
+    *,
+    name: str = "jacobian",
+    status: str = "complete",
+    seeds: int = SEEDS,
+    hidden: int = 3,
 ) -> Path:
     entries, arms = [], ["-".join(key) for key in product(ACTIVATIONS, INITS, ARMS)]
     for arm, seed in product([*arms, "init"], range(seeds)):
         config = {
             "seed": seed,
             "arm": arm,
-            "network": {"hidden": [UNITS] * 3},
+            "network": {"hidden": [UNITS] * hidden},
             "training": {"learning_rate": 0.1, "batch": 60},
             "measures": {"sample": 50, "examples": 4},
         }
@@ -202,3 +208,10 @@ def test_gaussian_matrices_have_this_law(ratio: float) -> None:
     assert law.min() == pytest.approx(1 - math.sqrt(ratio), abs=0.02)
     assert law.max() == pytest.approx(1 + math.sqrt(ratio), abs=0.02)
     assert np.log(found).std() == pytest.approx(np.log(law).std(), abs=0.03)
+
+
+def test_two_hidden_layers_have_one_map(tmp_path: Path) -> None:
+    folder = plant(tmp_path, {}, seeds=1, hidden=2)
+    (one,) = maps(folder, "tanh-gaussian-batch")
+    assert one.layer == 2
+    assert jacobian._weights(load_study(folder))["tanh", "gaussian", "batch"] == pytest.approx((0.7, 0.799))

@@ -102,9 +102,9 @@ def test_what_is_said_of_untrained_networks_is_what_the_probe_would_say(kind: st
     assert found["effective_dimension"] == pytest.approx(sum(dimensions) / 2)
 
 
-def test_two_layers_are_too_few_and_samples_have_their_size(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="3 layers or more, for the last two maps, got 2"):
-        jobs(tmp_path, hidden=(5, 5))
+def test_one_layer_is_too_few_and_samples_have_their_size(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="2 layers or more, the ends of a map, got 1"):
+        jobs(tmp_path, hidden=(5,))
     with pytest.raises(ValueError, match="greater than or equal to 2"):
         JacobianFields(batches=(1, 8))
     huge = jobs(tmp_path, batches=(8, 60_001))[AT_INIT]
