@@ -261,8 +261,11 @@ class Gradients:
     def of_view(
         cls, view: StepView, batch: Any, *, mode: str = "step", chunks: Chunks | None = None
     ) -> Iterator[Gradients]:
-        """The model as the step found it, on any batch, in a probe's `measure`; arguments as in `of_model`."""
-        with view.at(mode=mode, streams=False):
+        """The model as the step found it, on any batch; arguments as in `of_model`.
+
+        For a probe's `measure`: the guard around that, and not the end of the block, puts the model back.
+        """
+        with view.at(mode=mode, undo=False):
             at = cls(view, batch, chunks=chunks)
             yield at
             at.surroundings.verify()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -179,15 +179,15 @@ class StepView:
 
     @contextmanager
     def at(
-        self, parameters: Mapping[str, Tensor] | None = None, *, mode: str = "step", streams: bool = True
+        self, parameters: Mapping[str, Tensor] | None = None, *, mode: str = "step", undo: bool = True
     ) -> Iterator[nn.Module]:
         """The model at other parameters, everything else as the step found it.
 
         Args:
             parameters: name -> tensor; theta_t where a name is missing. Not copied, and not written to by a forward.
             mode: ``step`` (flags as the user had them), ``batch`` or ``population``, see `diagnostics.guard.set_mode`.
-            streams: False leaves the random streams where the block leaves them: for a probe that draws nothing itself,
-                in whose stead the guard around its `measure` puts them back.
+            undo: False leaves everything as the block leaves it, until the guard around the probe's `measure` puts it
+                back: for a probe that does all it does in one block.
 
         Yields:
             The model. Buffers and what plain attributes hold are fresh copies and all random streams start anew, each
@@ -197,7 +197,7 @@ class StepView:
         unknown = [name for name in values if name not in self._parameters]
         if unknown:
             raise ValueError(f"the model has no parameter {unknown[0]!r}")
-        with guard(self.model, self.site.generators, parameters=False, streams=streams):
+        with guard(self.model, self.site.generators, parameters=False) if undo else nullcontext():
             for name, value in values.items():
                 self._parameters[name].data = value
             fresh = {key: value.clone() for key, value in self._entry.buffers.items()}

@@ -16,15 +16,17 @@ from torch import Tensor, nn
 
 from diagnostics._vectors import moved
 from diagnostics.covariate_shift import CovariateShift
+from diagnostics.guard import guard
 from diagnostics.landscape import AlongGradient
 from diagnostics.probe import ActiveProbe, Before, Loss, Site, StepView
 from diagnostics.sharpness import Sharpness
 from diagnostics.taps import named_parameters
 from experiments import networks
 from experiments.normalizers import Batch, none
-from experiments.train import cross_entropy
+from experiments.train import Objective
 from tests.benchmarks.harness import Number, Ratio, Row, Work
 
+cross_entropy = Objective()
 POINTS = 8
 
 
@@ -144,7 +146,12 @@ def _beside(make: Callable[[], Case], probe: Callable[[float], ActiveProbe]) -> 
     view = _view(case)
     made = probe(case.rate)
     made.bind(view.site)
-    yield lambda: list(made.measure(view)), lambda: _gradient(case)
+
+    def subject() -> None:
+        with guard(case.model, parameters=False):  # as the recorder does
+            list(made.measure(view))
+
+    yield subject, lambda: _gradient(case)
 
 
 @contextmanager
