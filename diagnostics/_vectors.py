@@ -46,6 +46,7 @@ class Layout:
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
+        self._room: list[Tensor] = []
         self._runs: list[tuple[int, int]] = []  # first and one past the last block of each piece
         first, size = 0, 0
         for index, block in enumerate(like):
@@ -69,11 +70,13 @@ class Layout:
             found.append(piece.float() if piece.dtype in _HALVES else piece)
         return found
 
-    def moved(self, theta: Blocks, theta_pieces: Sequence[Tensor], direction: Sequence[Tensor], by: float) -> Blocks:
-        """``theta + by * direction`` as blocks, from the pieces of both."""
+    def moved(self, theta: Blocks, pieces: Sequence[Tensor], by: float, direction: Sequence[Tensor]) -> Blocks:
+        """``theta + by * direction`` as blocks, from the pieces of both, in memory that the next call writes over."""
+        if not self._room:
+            self._room = [torch.empty_like(piece) for piece in pieces]
         found: list[Tensor] = []
-        for (first, last), start, step in zip(self._runs, theta_pieces, direction, strict=True):
-            there = start.add(step, alpha=by)
+        for (first, last), start, step, room in zip(self._runs, pieces, direction, self._room, strict=True):
+            there = torch.add(start, step, alpha=by, out=room)
             if last - first == 1:
                 found.append(there.to(theta[first].dtype).view(theta[first].shape))
             else:
@@ -144,8 +147,16 @@ class Reference:
 
     def __init__(self, a: Sequence[Tensor]) -> None:
         self.layout = Layout(a)
+        self._rooms: dict[tuple[torch.dtype, int], Tensor] = {}
         self.pieces = self.layout.pieces(a)
         self.norm = math.sqrt(_product(self.pieces, self.pieces))
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        """Room for a difference, the same each time: new memory would cost as much as the subtraction."""
+        key = like.dtype, like.numel()
+        if key not in self._rooms:
+            self._rooms[key] = torch.empty_like(like)
+        return self._rooms[key]
 
     def compare(self, b: Sequence[Tensor]) -> Comparison:
         """How ``b`` differs from it."""
@@ -156,7 +167,7 @@ class Reference:
             for part, other in (
                 ((x, y),) if x.numel() <= _PIECE else zip(torch.split(x, _PIECE), torch.split(y, _PIECE), strict=True)
             ):
-                difference = other - part
+                difference = torch.sub(other, part, out=self._scratch(part))
                 squares += _dot(difference, difference)
                 along += _dot(part, difference)
         distance = math.sqrt(squares)

@@ -215,15 +215,17 @@ class StepView:
             with torch.enable_grad():
                 yield self.model
 
-    def loss(self, batch: Any = None) -> Tensor:
+    def loss(self, batch: Any = None, *, lent: bool = False) -> Tensor:
         """The user's loss on ``batch`` (the step's own by default); call it inside `at`.
+
+        With ``lent`` the batch is a copy already, see `lend`.
 
         Raises:
             ValueError: If the recorder was given no loss, or it does not return one number.
         """
         if self.site.loss is None:
             raise ValueError("this probe needs a loss: give the recorder loss=loss_fn, loss_fn(model, batch) -> scalar")
-        value = self.site.loss(self.model, self.lend(batch))
+        value = self.site.loss(self.model, batch if lent else self.lend(batch))
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"the loss must be one number, loss(model, batch) returned {shape}")

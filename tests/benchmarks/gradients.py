@@ -1,4 +1,7 @@
-"""What the measures of the gradient cost, in evaluations of one gradient of the same network on the same batch."""
+"""What the measures of the gradient cost, in evaluations of one gradient of the same network on the same batch.
+
+The copies and the guard that the recorder makes around a due step, whatever the probe, are not in it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from torch import Tensor, nn
 
 from diagnostics._vectors import moved
 from diagnostics.covariate_shift import CovariateShift
-from diagnostics.guard import guard
 from diagnostics.landscape import AlongGradient
 from diagnostics.probe import ActiveProbe, Before, Loss, Site, StepView
 from diagnostics.sharpness import Sharpness
@@ -146,12 +148,7 @@ def _beside(make: Callable[[], Case], probe: Callable[[float], ActiveProbe]) -> 
     view = _view(case)
     made = probe(case.rate)
     made.bind(view.site)
-
-    def subject() -> None:
-        with guard(case.model, parameters=False):  # as the recorder does
-            list(made.measure(view))
-
-    yield subject, lambda: _gradient(case)
+    yield lambda: list(made.measure(view)), lambda: _gradient(case)
 
 
 @contextmanager
