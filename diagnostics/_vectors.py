@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 
 Blocks = tuple[Tensor, ...]
 GradientAt = Callable[[Blocks], tuple[Tensor, Blocks]]
@@ -46,7 +46,8 @@ class Layout:
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
-        self._room: list[Tensor] = []
+        self._rooms: list[Tensor] = []
+        self._blocks: Blocks = ()
         self._runs: list[tuple[int, int]] = []  # first and one past the last block of each piece
         first, size = 0, 0
         for index, block in enumerate(like):
@@ -72,20 +73,18 @@ class Layout:
 
     def moved(self, theta: Blocks, pieces: Sequence[Tensor], by: float, direction: Sequence[Tensor]) -> Blocks:
         """``theta + by * direction`` as blocks, from the pieces of both, in memory that the next call writes over."""
-        if not self._room:
-            self._room = [torch.empty_like(piece) for piece in pieces]
-        found: list[Tensor] = []
-        for (first, last), start, step, room in zip(self._runs, pieces, direction, self._room, strict=True):
-            there = torch.add(start, step, alpha=by, out=room)
-            if last - first == 1:
-                found.append(there.to(theta[first].dtype).view(theta[first].shape))
-            else:
-                found += _unflatten_dense_tensors(there.to(theta[first].dtype), theta[first:last])  # type: ignore[no-untyped-call]  # torch types it not
-        return tuple(found)
+        if not self._rooms:
+            for (first, last), piece in zip(self._runs, pieces, strict=True):
+                room = torch.empty_like(piece, dtype=theta[first].dtype)
+                self._rooms.append(room)
+                self._blocks += unflat(room, theta[first:last])
+        for start, step, room in zip(pieces, direction, self._rooms, strict=True):
+            torch.add(start, step, alpha=by, out=room)
+        return self._blocks
 
 
 def _flatten(blocks: Sequence[Tensor]) -> Tensor:
-    return cast("Tensor", _flatten_dense_tensors([block.detach() for block in blocks]))  # type: ignore[no-untyped-call]  # torch types it not
+    return cast("Tensor", _flatten_dense_tensors(blocks)).detach()  # type: ignore[no-untyped-call]  # torch types it not
 
 
 def pieces(blocks: Sequence[Tensor]) -> list[Tensor]:
