@@ -91,7 +91,7 @@ def _draw_effect(axes: Axes, table: pd.DataFrame, effect: Effect, column: str) -
         middle[column],
         ls="none",
         marker=marker,
-        ms=8,
+        ms=11 if effect.form else 8,
         color=color,
         mfc="white" if censored else color,
         mew=1.5,
@@ -100,9 +100,8 @@ def _draw_effect(axes: Axes, table: pd.DataFrame, effect: Effect, column: str) -
     )
     if effect.dose is not None:
         place = (middle["drift"].clip(lower=_STILL).item(), middle[column].item())
-        aside, side = ((-6, 5), "right") if effect.form == "fixed" else ((6, 5), "left")
-        label = f"{effect.dose:g}"
-        axes.annotate(label, place, xytext=aside, textcoords="offset points", fontsize=8, color=color, ha=side)
+        ink = color if censored else "black" if color == style.ORANGE else "white"
+        axes.annotate(f"{effect.dose:g}", place, fontsize=7, color=ink, ha="center", va="center", zorder=5)
 
 
 def _mean(values: np.ndarray) -> float:
@@ -115,7 +114,7 @@ def _caption(study: Study, effects: Sequence[Effect], target: float) -> str:
     still = [effect.label for effect in effects if _mean(effect.drift) < _STILL]
     rest = f" Drawn at {_STILL:g}, being less: {style.and_list(still)}." if still else ""
     return (
-        "Every dose (the number at a mark) of noise in every form, against the drift it makes: |change of a unit's "
+        "Every dose (the number in a mark) of noise in every form, against the drift it makes: |change of a unit's "
         f"mean from one step to the next| / sd over {sample} fixed training examples, with normalizers and noise as in "
         "training, median over units, mean over layers and records. The forms have the same marginal law: per "
         "step draws a unit's shift and gain at every step, per sample for each example, fixed once. Dots: single runs, "

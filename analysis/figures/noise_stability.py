@@ -13,7 +13,7 @@ activation's own unit (variance: in its square).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -38,9 +38,10 @@ Floats = NDArray[np.float64]
 
 
 def read_stability(study: Study, arms: Sequence[str], layers: Sequence[str]) -> pd.DataFrame:
-    """One row an arm, seed, layer, step, moment, reference (``step`` or ``start``) and part.
+    """One row an arm, seed, layer, step, moment, reference (``step`` or ``start``) and part; and means over seeds.
 
-    A change from step t to t + 1 stands at t; in a run that diverged, only finite numbers are averaged.
+    A change from step t to t + 1 stands at t; in a run that diverged, only finite numbers are averaged. Where ``seed``
+    is ``all``, ``series`` is ``mean``, ``low`` or ``high``, at the steps that every run has.
     """
     every = int(study.setting("measures", "every"))
     found = []
@@ -53,9 +54,20 @@ def read_stability(study: Study, arms: Sequence[str], layers: Sequence[str]) -> 
                 )
                 for seed in study.seeds:
                     parts = _parts(_wide(own, seed), _wide(other, seed), every)
-                    found.append(parts.assign(arm=arm, seed=seed, layer=layer, moment=moment))
-    columns = ["arm", "seed", "layer", "moment", "reference", "part", "step", "value"]
-    return pd.concat(found, ignore_index=True)[columns]
+                    found.append(parts.assign(arm=arm, seed=str(seed), layer=layer, moment=moment, series="one seed"))
+    columns = ["arm", "seed", "layer", "moment", "reference", "part", "series", "step", "value"]
+    runs = pd.concat(found, ignore_index=True)[columns]
+    return pd.concat([runs, *_bands(runs)], ignore_index=True)
+
+
+def _bands(runs: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    names = ["arm", "layer", "moment", "reference", "part"]
+    for key, table in runs.groupby(names, sort=False):
+        wide = table.pivot(index="seed", columns="step", values="value").dropna(axis=1)
+        band = mean_band(wide.to_numpy(dtype=np.float64))
+        common = dict(zip(names, key, strict=True)) | {"seed": "all", "step": wide.columns.to_numpy(dtype=np.int64)}
+        for series, values in (("mean", band.estimate), ("low", band.low), ("high", band.high)):
+            yield pd.DataFrame(common | {"series": series, "value": values})
 
 
 def _wide(table: pd.DataFrame, seed: int) -> pd.DataFrame:
@@ -100,16 +112,14 @@ def stability_figure(
             ]
             for arm, look in looks.items():
                 mine = here[here["arm"] == arm]
-                steps, values = _matrix(mine, "total")
-                band = mean_band(values)
                 name = study.label(arm)
-                axes.plot(steps, band.estimate, color=look.color, ls=look.dashes, lw=1.3, zorder=look.order, label=name)
-                axes.fill_between(steps, band.low, band.high, color=look.color, alpha=0.16, lw=0)
-                steps, values = _matrix(mine, "sampling")
-                name = f"{name}: sampling alone"
-                axes.plot(steps, values.mean(axis=0), color=look.color, ls=":", lw=1.6, zorder=look.order, label=name)
+                mean, low, high = (_series(mine, "total", series) for series in ("mean", "low", "high"))
+                axes.plot(*mean, color=look.color, ls=look.dashes, lw=1.3, zorder=look.order, label=name)
+                axes.fill_between(*low, high[1], color=look.color, alpha=0.16, lw=0)
+                sampling, name = _series(mine, "sampling", "mean"), f"{name}: sampling alone"
+                axes.plot(*sampling, color=look.color, ls=":", lw=1.6, zorder=look.order, label=name)
             axes.set_yscale("log")
-            shown = here[(here["part"] != "movement") & (here["value"] > 0)]["value"]
+            shown = here[(here["part"] != "movement") & (here["series"] == "mean") & (here["value"] > 0)]["value"]
             axes.set_ylim(max(float(shown.min()) / 1.5, _LOWEST), float(shown.max()) * 1.5)
             axes.xaxis.set_major_formatter(FuncFormatter(style.thousands))
             axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
@@ -126,10 +136,10 @@ def stability_figure(
     return figure
 
 
-def _matrix(table: pd.DataFrame, part: str) -> tuple[NDArray[np.int64], Floats]:
-    """(T,) steps that every run has, and (S, T) values."""
-    wide = table[table["part"] == part].pivot(index="seed", columns="step", values="value").dropna(axis=1)
-    return wide.columns.to_numpy(dtype=np.int64), wide.to_numpy(dtype=np.float64)
+def _series(table: pd.DataFrame, part: str, series: str) -> tuple[Floats, Floats]:
+    """(T,) steps and values."""
+    chosen = table[(table["part"] == part) & (table["series"] == series)]
+    return chosen["step"].to_numpy(dtype=np.float64), chosen["value"].to_numpy(dtype=np.float64)
 
 
 def _caption(study: Study, numbers: pd.DataFrame) -> str:
@@ -140,7 +150,7 @@ def _caption(study: Study, numbers: pd.DataFrame) -> str:
         if len(study.seeds) > 1
         else f"One seed ({seeds}), so there is no interval."
     )
-    hidden = numbers[(numbers["part"] == "total") & (numbers["value"] < _LOWEST)]
+    hidden = numbers[(numbers["part"] == "total") & (numbers["series"] == "mean") & (numbers["value"] < _LOWEST)]
     labels = [study.label(arm) for arm in hidden["arm"].unique()]
     below = f" Totals below {_LOWEST:g}, {style.and_list(labels)}, leave the axes." if labels else ""
     return (
