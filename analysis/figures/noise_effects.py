@@ -145,9 +145,9 @@ def _read_effect(study: Study, arm: str, target: float, every: int) -> Effect:
     normalizer = study.setting("normalizer", arm=arm)
     noise = normalizer.get("noise") if normalizer["kind"] == "noisy" else None
     runs = tuple(study.run(arm, seed) for seed in study.seeds)
-    curves = _curves(study, arm, "log", "fixed_accuracy")
-    trained = _curves(study, arm, "batch_accuracy", "accuracy")
-    held_out = _curves(study, arm, "log", "test_accuracy")
+    log = load_records(study, probe="log", statistic=["fixed_accuracy", "test_accuracy"], arm=arm)
+    curves, held_out = (_curves(study, log[log["statistic"] == name]) for name in ("fixed_accuracy", "test_accuracy"))
+    trained = _curves(study, load_records(study, probe="batch_accuracy", statistic="accuracy", arm=arm))
     drift = load_records(
         study, probe="drift.previous", statistic=["mean_shift", "mean_shift_floor95"], unit=-1, arm=arm
     )
@@ -175,8 +175,8 @@ def _read_effect(study: Study, arm: str, target: float, every: int) -> Effect:
     )
 
 
-def _curves(study: Study, arm: str, probe: str, statistic: str) -> tuple[pd.Series, ...]:
-    table = load_records(study, probe=probe, statistic=statistic, arm=arm)
+def _curves(study: Study, table: pd.DataFrame) -> tuple[pd.Series, ...]:
+    """Step -> value, one series a seed."""
     return tuple(table[table["seed"] == seed].set_index("step")["value"].sort_index() for seed in study.seeds)
 
 

@@ -46,18 +46,26 @@ def read_stability(study: Study, arms: Sequence[str], layers: Sequence[str]) -> 
     every = int(study.setting("measures", "every"))
     found = []
     for arm in arms:
-        for layer in layers:
-            for moment in ("mean", "variance"):
-                own, other = (
-                    load_records(study, probe=f"activations.{on}", statistic=moment, layer=layer, arm=arm)
-                    for on in ("batch", "other")
-                )
-                for seed in study.seeds:
-                    parts = _parts(_wide(own, seed), _wide(other, seed), every)
+        for seed in study.seeds:
+            own, other = (
+                load_records(
+                    study, probe=f"activations.{on}", statistic=["mean", "variance"], arm=arm, seed=seed
+                ).pivot(index=["layer", "statistic", "step"], columns="unit", values="value")
+                for on in ("batch", "other")
+            )
+            for layer in layers:
+                for moment in ("mean", "variance"):
+                    parts = _parts(_of(own, layer, moment), _of(other, layer, moment), every)
                     found.append(parts.assign(arm=arm, seed=str(seed), layer=layer, moment=moment, series="one seed"))
     columns = ["arm", "seed", "layer", "moment", "reference", "part", "series", "step", "value"]
     runs = pd.concat(found, ignore_index=True)[columns]
     return pd.concat([runs, *_bands(runs)], ignore_index=True)
+
+
+def _of(moments: pd.DataFrame, layer: str, moment: str) -> pd.DataFrame:
+    """(T, U) of one layer and moment."""
+    levels = moments.index.get_level_values
+    return moments[(levels("layer") == layer) & (levels("statistic") == moment)].droplevel(["layer", "statistic"])
 
 
 def _bands(runs: pd.DataFrame) -> Iterator[pd.DataFrame]:
@@ -68,10 +76,6 @@ def _bands(runs: pd.DataFrame) -> Iterator[pd.DataFrame]:
         common = dict(zip(names, key, strict=True)) | {"seed": "all", "step": wide.columns.to_numpy(dtype=np.int64)}
         for series, values in (("mean", band.estimate), ("low", band.low), ("high", band.high)):
             yield pd.DataFrame(common | {"series": series, "value": values})
-
-
-def _wide(table: pd.DataFrame, seed: int) -> pd.DataFrame:
-    return table[table["seed"] == seed].pivot(index="step", columns="unit", values="value").sort_index()
 
 
 def _parts(own: pd.DataFrame, other: pd.DataFrame, every: int) -> pd.DataFrame:
