@@ -38,6 +38,7 @@ _LOOKS = {
     "noise-only": style.LineStyle(style.PURPLE, (0.0, (8.0, 2.5)), 2.0),
 }
 _PANELS = {"off": "as evaluated: noise off, population statistics", "on": "as trained: noise on, batch statistics"}
+_DATA = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 _POINTS = 160  # of a density
 _RIDGES = 20  # of one panel, at most
 _NARROW = 0.03  # of the axis: a density that is less wide is drawn as a line
@@ -276,7 +277,7 @@ def _caption(study: Study, ridges: pd.DataFrame) -> str:
     return (
         f"Above: share of {fixed} fixed training examples classified rightly, every {every} steps, with the noise off "
         f"and running statistics; and, right, of {sample} others with batch statistics and each step's noise, the "
-        f"network that is being trained (the source shows training accuracy). {lines}{diverged} {data['name']}, {net}, "
+        f"network that is being trained (the source shows training accuracy). {lines}{diverged} {_DATA[data['name']]}, {net}, "
         f"{network['activation']}; SGD with learning rate {training['learning_rate']:g}, batches of "
         f"{training['batch']}.\n"
         f"Below: the distribution of one unit's input to the nonlinearity over those {sample} examples, batch "

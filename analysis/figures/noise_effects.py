@@ -296,9 +296,9 @@ def source_contrasts(effects: Sequence[Effect]) -> tuple[Contrast, ...]:
 
 def _effect_row(effect: Effect) -> tuple[str, ...]:
     passage = median_passage(effect.passages)
-    areas = [_mean_text(values, ".3f") for values in (effect.area, effect.area_trained, effect.held_out)]
+    areas = [_mean_text(values, ".3f", (0.0, 1.0)) for values in (effect.area, effect.area_trained, effect.held_out)]
     steps = f"{passage.text()} ({passage.reached} of {passage.n})"
-    return effect.label, steps, *areas, f"{_mean(effect.drift):.2g}", f"{_mean(effect.far):.2g}"
+    return effect.label, steps, *areas, *(_mean_text(values, ".2g", None) for values in (effect.drift, effect.far))
 
 
 def _contrast_row(one: Contrast) -> tuple[str, ...]:
@@ -313,13 +313,9 @@ def _contrast_row(one: Contrast) -> tuple[str, ...]:
     return one.name, *cells, "", "", ""
 
 
-def _mean(values: Floats) -> float:
-    return float(values.mean()) if np.isfinite(values).all() else math.nan
-
-
-def _mean_text(values: Floats, spec: str) -> str:
+def _mean_text(values: Floats, spec: str, within: tuple[float, float] | None) -> str:
     lost = int((~np.isfinite(values)).sum())
-    return f"{lost} of {len(values)} diverged" if lost else f"{values.mean():{spec}}"
+    return f"{lost} of {len(values)} diverged" if lost else mean(values, within=within).text(spec)
 
 
 def verdicts(study: Study, effects: Sequence[Effect]) -> str:

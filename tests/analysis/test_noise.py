@@ -145,7 +145,7 @@ def test_passages_are_intervals_and_what_never_arrives_is_shown_as_such(tmp_path
     shown, _ = judged(plant(tmp_path, arms()))
     assert cell(shown, "NOISY", "steps to 0.9") == "310-320 (3 of 3)"
     assert cell(shown, "NONE", "steps to 0.9") == ">1000 (0 of 3)"
-    assert cell(shown, "NONE", "held-out") == "0.600"
+    assert cell(shown, "NONE", "held-out") == "0.600 [0.600, 0.600]"
     # The network without BN is counted with the length of training, so the truth is a smaller ratio.
     assert cell(shown, "noisy BN - without BN", "steps to 0.9").endswith("(at most) faster")
 
