@@ -180,8 +180,8 @@ def load_study(folder: str | Path) -> Study:
 def load_records(
     study: Study,
     *,
-    probe: str | None = None,
-    layer: str | None = None,
+    probe: str | Sequence[str] | None = None,
+    layer: str | Sequence[str] | None = None,
     statistic: str | Sequence[str] | None = None,
     unit: int | None = None,
     mode: str | None = None,
@@ -192,8 +192,8 @@ def load_records(
     """The rows of a study that pass every filter given; run by run in the study's order, in each as recorded.
 
     Columns are those named at the top of this module. Names are categoricals, ``diverged`` says how the row's run
-    ended. ``mode`` also returns the rows of networks that have no modes. ``steps`` is (first, stop), the last one left
-    out, None for an open end.
+    ended. Asking once for several names reads the records once. ``mode`` also returns the rows of networks that have no
+    modes. ``steps`` is (first, stop), the last one left out, None for an open end.
 
     Raises:
         StudyError: If there is no such arm or seed, or a run has no row that passes.

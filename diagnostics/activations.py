@@ -71,8 +71,11 @@ class Activations:
         if isinstance(on, str) and on != "batch":
             raise ValueError(f"on must be 'batch' or a probe batch, got {on!r}")
         self.percentiles = tuple(_percentile(p) for p in percentiles)
-        if not self.percentiles or len(set(self.percentiles)) < len(self.percentiles):
-            raise ValueError(f"percentiles must be at least one and all different, got {tuple(percentiles)}")
+        self._statistics = [f"p{p:g}" for p in self.percentiles]
+        if not self.percentiles or len(set(self._statistics)) < len(self.percentiles):
+            raise ValueError(
+                f"percentiles must be at least one and differ in their first six digits, got {tuple(percentiles)}"
+            )
         self.layers = layers
         self.signal: Signal = signal
         self.on = on
@@ -83,7 +86,6 @@ class Activations:
         self.name = default_name(self, signal) if name is None else name
         self._modules: dict[str, nn.Module] = {}
         self._fractions = [p / 100 for p in self.percentiles]
-        self._statistics = [f"p{p:g}" for p in self.percentiles]
 
     @property
     def active(self) -> bool:
@@ -118,6 +120,8 @@ class Activations:
             result = view.forward(self.on)
             if self.signal == "grad_output":
                 wanted = [p for p in view.parameters.values() if p.requires_grad]
+                if not wanted:
+                    raise RuntimeError("there is no gradient: every parameter of the model is frozen")
                 autograd.grad(result, wanted, allow_unused=True)
         if listening.error is not None:
             _, layer, error = listening.error

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from diagnostics.guard import Generator, RandomState, guard, normalizers, set_mode
+from diagnostics.guard import Generator, RandomState, guard, isolated, normalizers, own_attributes, set_mode
 from diagnostics.schedules import Schedule
 from diagnostics.taps import Tap, named_parameters
 
@@ -123,9 +123,10 @@ class StatefulProbe(Probe, Protocol):
 
 
 class Before:
-    """Parameters (copied), buffers, flags and random streams as a step found them."""
+    """Parameters (copied), buffers, plain attributes, flags, random streams and the batch, as a step found them."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, batch: Any = None) -> None:
+        self.batch = isolated(batch, {})  # the user's forward may work in place
         self.parameters = {name: p.detach().clone() for name, p in named_parameters(site.model).items()}
         self.places: list[tuple[nn.Module, str, int]] = []
         self.buffers: dict[int, Tensor] = {}  # by id, so that what is shared stays shared
@@ -135,6 +136,11 @@ class Before:
                     self.places.append((module, name, id(buffer)))
                     if id(buffer) not in self.buffers:
                         self.buffers[id(buffer)] = buffer.detach().clone()
+        copies: dict[int, Any] = {}
+        self.attributes = [
+            (module, {name: isolated(value, copies) for name, value in own_attributes(module).items()})
+            for module in site.model.modules()
+        ]
         self.training = [(module, module.training) for module in site.model.modules()]
         self.streams = RandomState(site.model, site.generators)
 
@@ -145,7 +151,7 @@ class StepView:
 
     Attributes:
         step: t, the number of updates done when the step began.
-        batch: What the user handed to ``recorder.step``.
+        batch: What the user handed to ``recorder.step``, as it was then; do not write to it.
         before: theta_t by parameter name; do not write to it.
         after: theta_{t+1}, likewise.
         learning_rate: The rate of the optimizer handed to the recorder, as the step began; None where there is no
@@ -172,28 +178,38 @@ class StepView:
         return self._parameters
 
     @contextmanager
-    def at(self, parameters: Mapping[str, Tensor] | None = None, *, mode: str = "step") -> Iterator[nn.Module]:
+    def at(
+        self, parameters: Mapping[str, Tensor] | None = None, *, mode: str = "step", streams: bool = True
+    ) -> Iterator[nn.Module]:
         """The model at other parameters, everything else as the step found it.
 
         Args:
             parameters: name -> tensor; theta_t where a name is missing. Not copied, and not written to by a forward.
             mode: ``step`` (flags as the user had them), ``batch`` or ``population``, see `diagnostics.guard.set_mode`.
+            streams: False leaves the random streams where the block leaves them: for a probe that draws nothing itself,
+                in whose stead the guard around its `measure` puts them back.
 
         Yields:
-            The model. Buffers are fresh copies and all random streams start anew, each time.
+            The model. Buffers and what plain attributes hold are fresh copies and all random streams start anew, each
+            time.
         """
         values = self.before if parameters is None else {**self.before, **parameters}
         unknown = [name for name in values if name not in self._parameters]
         if unknown:
             raise ValueError(f"the model has no parameter {unknown[0]!r}")
-        with guard(self.model, self.site.generators, parameters=False):
+        with guard(self.model, self.site.generators, parameters=False, streams=streams):
             for name, value in values.items():
                 self._parameters[name].data = value
             fresh = {key: value.clone() for key, value in self._entry.buffers.items()}
             for owner, name, key in self._entry.places:
                 owner._buffers[name] = fresh[key]
+            copies: dict[int, Any] = {}
+            for module, attributes in self._entry.attributes:
+                for name, held in attributes.items():
+                    vars(module)[name] = isolated(held, copies)
             for module, training in self._entry.training:
-                module.training = training
+                if module.training != training:
+                    module.training = training
             self._entry.streams.restore()
             set_mode(self.model, mode)
             with torch.enable_grad():
@@ -207,7 +223,7 @@ class StepView:
         """
         if self.site.loss is None:
             raise ValueError("this probe needs a loss: give the recorder loss=loss_fn, loss_fn(model, batch) -> scalar")
-        value = self.site.loss(self.model, self.batch if batch is None else batch)
+        value = self.site.loss(self.model, self.lend(batch))
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"the loss must be one number, loss(model, batch) returned {shape}")
@@ -215,7 +231,11 @@ class StepView:
 
     def forward(self, batch: Any) -> Any:
         """Feed ``batch`` as the recorder was told to: to the loss where there is one, else to the model."""
-        return self.loss(batch) if self.site.loss is not None else self.model(batch)
+        return self.loss(batch) if self.site.loss is not None else self.model(self.lend(batch))
+
+    def lend(self, batch: Any = None) -> Any:
+        """A copy of ``batch`` (the step's own by default) that a forward which works in place may overwrite."""
+        return isolated(self.batch if batch is None else batch, {})
 
 
 def default_name(probe: object, part: str | None = None) -> str:

@@ -80,6 +80,7 @@ class Status:
     part_every: int  # steps in a part
     counts: dict[str, int]  # events worth knowing, by name; what they are is the recorder's business
     error: str | None  # why the run failed
+    parts: int = 0  # files in records/ that hold those steps
     format: int = FORMAT
 
 
@@ -99,14 +100,20 @@ def read_status(path: str | os.PathLike[str]) -> Status:
     """The status of the record at ``path``.
 
     Raises:
-        RecordError: If there is no record, or one of another format.
+        RecordError: If there is no record, one of another format, or one that has lost parts.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise RecordError(f"no record at {folder}: there is no such folder")
+        raise RecordError(f"no record at {folder}: {'it is a file' if folder.exists() else 'there is no such folder'}")
     status = _load_status(folder)
     if status is None:
         raise RecordError(f"no record at {folder}: it has no config.json and status.json of a run")
+    missing = set(range(status.parts)) - {number for number, _ in _parts(folder)}
+    if missing and status.status in _FINISHED:  # one that is being resumed loses parts for a moment
+        raise RecordError(
+            f"the record at {folder} is damaged: records/{part_name(min(missing))} is missing"
+            f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}; remove the folder to compute it again"
+        )
     return status
 
 
@@ -185,9 +192,7 @@ def read_run(
     for column in wanted:
         if column not in COLUMNS or wanted.count(column) > 1:
             raise RecordError(f"columns are chosen among {', '.join(COLUMNS)}, each once, not {list(wanted)}")
-    if steps is not None and len(steps) != 2:
-        raise RecordError(f"steps is a pair (first, stop), not {steps!r}")
-    first, stop = (None, None) if steps is None else steps
+    first, stop = _bounds(steps)
 
     names: dict[str, list[str]] = {}
     keep: list[Any] = []
@@ -196,10 +201,15 @@ def read_run(
             several = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
             if not all(isinstance(name, str) for name in several):
                 raise RecordError(f"{column} is a string or a list of strings, not {given!r}")
+            if not several:
+                raise RecordError(f"{column} names none: give one or several, or leave it out for all")
             names[column] = several
             keep.append(ds.field(column).isin(pa.array(names[column], pa.string())))
+    units: list[int] = []
     if unit is not None:
         units = [_whole(one, "unit", -1) for one in (unit if isinstance(unit, Iterable) else [unit])]
+        if not units:
+            raise RecordError("unit names no unit: give one or several, or leave it out for all")
         keep.append(ds.field("unit").isin(pa.array(units, pa.int64())))
     if first is not None:
         keep.append(ds.field("step") >= first)
@@ -224,6 +234,8 @@ def read_run(
         for column, given_names in names.items():
             found = set(table.column(column).unique().to_pylist())
             _refuse_unknown(folder, column, [name for name in given_names if name not in found])
+        if units and not table.num_rows:
+            _refuse_unknown_units(folder, units)
         frame: pd.DataFrame = table.select(list(wanted)).to_pandas()
     except (OSError, pa.ArrowException) as error:
         raise RecordError(f"the parts of {folder} cannot be read (damaged, or replaced meanwhile): {error}") from error
@@ -354,6 +366,21 @@ class RunWriter:
         self._put_status("running")
         return True
 
+    def flush(self) -> None:
+        """Write all rows so far, so that a checkpoint taken now is of a state that is on disk; only `close` may follow.
+
+        Raises:
+            RecordError: If this writer is closed, or the disk failed, now or in an earlier call.
+        """
+        if self._parts is None:
+            raise RecordError(f"the writer of {self._folder} is closed")
+        begins = self.next_part * self._part_every
+        if self._parts.torn:
+            raise RecordError(f"{self._folder} cannot be completed: rows from step {begins} on were lost to an error")
+        if self._step > begins or not self._parts.empty:
+            self._finish_part()
+            self._saved = self._step
+
     def close(self, status: State, *, error: str | None = None, counts: Mapping[str, int] | None = None) -> None:
         """Write what is left and the final status, and let go of the folder.
 
@@ -412,7 +439,8 @@ class RunWriter:
 
     def _put_status(self, status: State, error: str | None = None, counts: Mapping[str, int] | None = None) -> None:
         try:
-            _save_status(self._folder, Status(status, self._saved, self._part_every, dict(counts or {}), error))
+            state = Status(status, self._saved, self._part_every, dict(counts or {}), error, self.next_part)
+            _save_status(self._folder, state)
         except OSError as failure:
             raise RecordError(f"cannot write the status of {self._folder}: {failure.strerror or failure}") from failure
 
@@ -499,7 +527,7 @@ class RunWriter:
         if start > status.steps:
             raise RecordError(f"{folder} cannot be resumed at step {start}: it holds {status.steps} steps")
 
-        _save_status(folder, Status("running", start, self._part_every, {}, None))
+        _save_status(folder, Status("running", start, self._part_every, {}, None, self.next_part))
         _save(folder / "environment.json", [*sessions, session])
         self._drop_parts(needed)
         self._parts = self._begin_parts()
@@ -684,6 +712,29 @@ def _refuse_difference(folder: Path, stored: Mapping[str, Any], given: Mapping[s
             raise RecordError(
                 f"{folder} was recorded with another configuration: {key} is {there} there and {here} here"
             )
+
+
+def _bounds(steps: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    if steps is None:
+        return None, None
+    if isinstance(steps, str) or not isinstance(steps, Sequence) or len(steps) != 2:
+        raise RecordError(f"steps is a pair (first, stop), not {steps!r}")
+    first, stop = (None if end is None else _whole(end, "an end of steps", 0) for end in steps)
+    return first, stop
+
+
+def _refuse_unknown_units(folder: Path, units: Sequence[int]) -> None:
+    """Raise if none of ``units`` occurs in the record, if it has rows."""
+    import pyarrow.dataset as ds
+
+    from diagnostics._parts import schema
+
+    files = [str(file) for _, file in _parts(folder)]
+    known: set[int] = set()
+    for batch in ds.dataset(files, schema=schema(), format="parquet").to_batches(columns=["unit"]) if files else ():
+        known.update(batch.column("unit").unique().to_pylist())
+    if known and not known & set(units):
+        raise RecordError(f"no unit {units[0]} in {folder}; units there are {min(known)} to {max(known)}")
 
 
 def _refuse_unknown(folder: Path, column: str, names: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ import io
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, cast
@@ -38,8 +38,8 @@ from diagnostics.probe import (
     StepView,
     describe,
 )
-from diagnostics.record import RunWriter, State
-from diagnostics.taps import Listening, named_parameters
+from diagnostics.record import RecordError, RunWriter, State
+from diagnostics.taps import Listening, Tap, named_parameters
 
 __all__ = ["Recorder", "read_checkpoint"]
 
@@ -87,9 +87,12 @@ class Recorder:
         overwrite: bool = False,
         checkpoint: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
+        lazy = [name for name, p in named_parameters(model).items() if isinstance(p, nn.UninitializedParameter)]
+        if lazy:
+            raise ValueError(f"parameter {lazy[0]!r} has no shape yet: run the model once before it is recorded")
         self._site = Site(model, loss, optimizer, tuple(generators))
         self._probes = tuple(probes)
-        self._path = Path(path)
+        self._path = Path(os.path.abspath(path))  # the user may change directory
         repeated = [name for name, times in Counter(probe.name for probe in self._probes).items() if times > 1]
         if repeated:
             raise ValueError(f"two probes are called {repeated[0]!r}: give one of them another name=")
@@ -110,6 +113,7 @@ class Recorder:
         self._heard_once: set[str] = set()
         self._checked = False
         self._writer: RunWriter | None = None
+        self._entered = False
         self._step: _Step | None = None
 
     @property
@@ -118,6 +122,9 @@ class Recorder:
         return self._t
 
     def __enter__(self) -> Recorder:
+        if self._entered:
+            raise RuntimeError("this recorder was used already: make a new one, with start=... to go on")
+        self._entered = True
         self._writer = RunWriter(
             self._path,
             config=self._config,
@@ -131,9 +138,14 @@ class Recorder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         writer, self._writer = self._open_writer(), None
         if error is None:
-            # The checkpoint comes after what it claims to be the state of: a kill between the two loses nothing.
+            try:
+                # The checkpoint comes after what it claims to be the state of, and before the word that all is well.
+                writer.flush()
+                self._save()
+            except BaseException as failure:
+                writer.close("failed", error=f"{type(failure).__name__}: {failure}", counts=dict(self._counts))
+                raise
             writer.close(self._outcome, counts=dict(self._counts))
-            self._save()
         elif isinstance(error, Exception):
             writer.close("failed", error=f"{type(error).__name__}: {error}", counts=dict(self._counts))
         else:  # Ctrl-C and its like: what is there can be resumed
@@ -185,7 +197,7 @@ class Recorder:
         saved = {
             "next_part": -(-self._t // self._part_every),
             "step": self._t,
-            "probes": {probe.name: probe.state() for probe in self._probes if isinstance(probe, StatefulProbe)},
+            "probes": {probe.name: self._memory(probe) for probe in self._probes if isinstance(probe, StatefulProbe)},
             "user": dict(self._user_checkpoint()) if self._user_checkpoint is not None else {},
         }
         if not self._checked:
@@ -193,10 +205,21 @@ class Recorder:
             self._checked = True
         # The same temporary name each time: torch.save stores its stem in the archive.
         temporary = self._path / f"{CHECKPOINT}.tmp"
-        torch.save(saved, temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(self._path / CHECKPOINT)
+        try:
+            torch.save(saved, temporary)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(self._path / CHECKPOINT)
+        except (OSError, RuntimeError) as error:  # torch says RuntimeError where the disk is full
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise RecordError(f"cannot write {self._path / CHECKPOINT}: {error}") from error
+
+    def _memory(self, probe: StatefulProbe) -> dict[str, Any]:
+        try:
+            return probe.state()
+        except Exception as error:
+            raise ProbeError(f"the state of probe {probe.name!r} failed at step {self._t}: {error}") from error
 
     def _write(self, writer: RunWriter, step: int, probe: str, rows: Iterable[Rows]) -> None:
         for row in rows:
@@ -209,19 +232,31 @@ class Recorder:
             raise RuntimeError("a step block was entered inside another one")
         self._open_writer()
         t = self._t
-        due = [probe for probe in self._probes if probe.when(t)]
+        due = [probe for probe in self._probes if self._is_due(probe, t)]
         if due:
             step.passive = [cast("PassiveProbe", probe) for probe in due if not probe.active]
             step.active = [cast("ActiveProbe", probe) for probe in due if probe.active]
             if step.active:
-                step.before = Before(self._site)
+                step.before = Before(self._site, step.batch)
                 step.learning_rate = _learning_rate(self._site.optimizer)
             if step.passive:
                 step.mode = self._site.mode_name("step", self._normalizers)
-                step.taps = [probe.taps() for probe in step.passive]
+                step.taps = [self._taps(probe, t) for probe in step.passive]
                 step.listening = Listening(self._site.model, [tap for taps in step.taps for tap in taps])
                 step.listening.__enter__()
         self._step = step
+
+    def _is_due(self, probe: Probe, t: int) -> bool:
+        try:
+            return probe.when(t)
+        except Exception as error:
+            raise ProbeError(f"the schedule of probe {probe.name!r} failed at step {t}: {error}") from error
+
+    def _taps(self, probe: PassiveProbe, t: int) -> Sequence[Tap]:
+        try:
+            return probe.taps()
+        except Exception as error:
+            raise ProbeError(f"probe {probe.name!r} failed at step {t}: {error}") from error
 
     def _finish(self, step: _Step, kind: type[BaseException] | None) -> None:
         self._step = None
@@ -269,7 +304,7 @@ class Recorder:
             return
         view = StepView(
             step=t,
-            batch=step.batch,
+            batch=step.before.batch,
             site=self._site,
             before=step.before.parameters,
             after={name: parameter.data for name, parameter in self._parameters.items()},
@@ -324,11 +359,23 @@ class _Step:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The newest checkpoint of the run in ``path``: next_part, step, probes, user; None if there is none."""
+    """The newest checkpoint of the run in ``path``: next_part, step, probes, user; None if there is none.
+
+    Raises:
+        RecordError: If it is damaged.
+    """
     file = Path(path) / CHECKPOINT
     if not file.exists():
         return None
-    return cast("dict[str, Any]", torch.load(file, map_location="cpu", weights_only=True))
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch says it in five ways
+        raise RecordError(
+            f"{file} is damaged, the run cannot go on from it; remove {file.parent} to start the run over"
+        ) from error
+    if not isinstance(saved, dict) or not {"step", "next_part", "probes", "user"} <= set(saved):
+        raise RecordError(f"{file} is no checkpoint of a recorder; remove {file.parent} to start the run over")
+    return cast("dict[str, Any]", saved)
 
 
 def _refuse_unreadable(saved: Mapping[str, Any]) -> None:

@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("whybn: interrupted; the same command goes on from where it stopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # nobody reads on: not our input's fault
+        raise
     except (ValueError, OSError) as error:
         print(f"whybn: {explain(error)}", file=sys.stderr)
         return 2
@@ -100,6 +102,7 @@ def _study(study: Study[Any], words: list[str]) -> int:
     if options is None:
         return 0
     common, fields, drawing = options
+    study.refuse(fields, drawing)
     folder = common.out / study.name
     jobs = study.jobs(fields, range(common.seeds), device=pick_device(common.device), folder=folder)
     _refuse_unwritable(common.out)

@@ -29,6 +29,8 @@ from pydantic import (
 )
 
 __all__ = [
+    "Addressed",
+    "Computation",
     "Count",
     "DataConfig",
     "DeepLinearConfig",
@@ -273,7 +275,30 @@ class MachineConfig(Frozen):
     threads: Count = 1
 
 
-class RunConfig(Frozen):
+class Addressed(Frozen):
+    """A configuration with an address; everything that can change a number is in it."""
+
+    def canonical(self) -> dict[str, Any]:
+        """Every field with its default, as JSON types: what config.json holds and the id is the hash of."""
+        return self.model_dump(mode="json")
+
+    @property
+    def id(self) -> str:
+        """Ten hexadecimal digits; equal for equal configurations only."""
+        from diagnostics.record import run_id  # configurations are made to answer --help; records are not needed there
+
+        return run_id(self.canonical())
+
+
+class Computation(Addressed):
+    """One arm of a study with one seed, where nothing is trained: what is computed is all in ``measures``."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    measures: SerializeAsAny[MeasuresConfig]
+    machine: MachineConfig = MachineConfig()
+
+
+class RunConfig(Addressed):
     """One arm of a study with one seed."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)]
@@ -301,14 +326,3 @@ class RunConfig(Frozen):
         if network.kind == "vgg" and (network.channels, network.size) != {"cifar10": (3, 32)}.get(data.name):
             raise ValueError(f"vgg takes cifar10's pictures, 3x32x32, not those of {data.name} or of other sizes")
         return self
-
-    def canonical(self) -> dict[str, Any]:
-        """Every field with its default, as JSON types: what config.json holds and the id is the hash of."""
-        return self.model_dump(mode="json")
-
-    @property
-    def id(self) -> str:
-        """Ten hexadecimal digits; equal for equal configurations only."""
-        from diagnostics.record import run_id  # configurations are made to answer --help; records are not needed there
-
-        return run_id(self.canonical())

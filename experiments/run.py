@@ -2,7 +2,8 @@
 
 A record's status says what to do with it. ``complete`` and ``diverged`` are results and are left alone. ``running`` was
 interrupted, and goes on from its checkpoint: model, optimizer, order and random states are put back, so that the
-finished record has the bytes of one that was never interrupted. ``failed`` is started over.
+finished record has the bytes of one that was never interrupted. ``failed`` is started over, and so is a `Computation`,
+which trains nothing and has no checkpoint.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from diagnostics.record import read_status
+from diagnostics.record import RunWriter, read_status
 from diagnostics.recorder import Recorder, read_checkpoint
 from experiments.assemble import make_data, make_network
-from experiments.config import MachineConfig
+from experiments.config import Computation, MachineConfig, RunConfig
 from experiments.datasets import Dataset
 from experiments.environment import describe
 from experiments.seeds import Order, Streams, global_state, load_global_state, seed_globals
@@ -43,6 +45,10 @@ def run(job: Job, progress: Callable[[int], None]) -> Outcome:
         if status == "complete" or status == "diverged":
             return Outcome(status)
         with _machine(job.config.machine):
+            if isinstance(job.config, Computation):
+                for _ in _compute(job, status):
+                    began = True
+                return Outcome("complete")
             session = _Session(job, status)
             with session.recorder:
                 began = True
@@ -54,10 +60,34 @@ def run(job: Job, progress: Callable[[int], None]) -> Outcome:
         return Outcome("failed", f"{type(error).__name__}: {error}")
 
 
+def _compute(job: Job, status: str) -> Iterator[None]:
+    """Record what a job that trains nothing computes, anew where it was interrupted; yields once it has begun."""
+    assert isinstance(job.config, Computation)
+    if job.compute is None:
+        raise ValueError(f"{job.name} trains nothing, and its study computes nothing")
+    seed_globals(job.config.seed)
+    machine = job.config.machine
+    blocks = iter(job.compute(job.config))
+    first = next(blocks, None)  # before there is a record: what cannot begin as it was asked for is refused
+    if first is None:
+        raise ValueError(f"{job.name} computed nothing")
+    environment = describe(machine.device, machine.threads)
+    with RunWriter(
+        job.folder, config=job.config.canonical(), environment=environment, overwrite=status != "absent"
+    ) as writer:
+        yield
+        for step, probe, rows in chain([first], blocks):
+            writer.advance(step)
+            writer.write(step, probe, rows.layer, rows.values, units=rows.units, mode=rows.mode)
+
+
 class _Session:
     """Everything a run needs, made from its configuration alone and, to resume, put back to where it stood."""
 
     def __init__(self, job: Job, status: str) -> None:
+        assert isinstance(job.config, RunConfig)
+        if job.probes is None:
+            raise ValueError(f"{job.name} is to be trained, and its study has no probes")
         config, device = job.config, job.config.machine.device
         checkpoint = read_checkpoint(job.folder) if status == "running" else None
         if checkpoint is not None:

@@ -13,19 +13,32 @@ import importlib
 import json
 import os
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from experiments.config import Frozen, RunConfig
+from experiments.config import Computation, Frozen, RunConfig
 
 if TYPE_CHECKING:
-    from diagnostics.probe import Probe
+    from diagnostics.probe import Probe, Rows
     from experiments.datasets import Dataset
     from experiments.seeds import Streams
 
-__all__ = ["Arm", "Device", "Figure", "Job", "Outcome", "Preset", "ProbesFor", "Study", "discover", "standing"]
+__all__ = [
+    "Arm",
+    "Compute",
+    "Device",
+    "Figure",
+    "Job",
+    "Outcome",
+    "Preset",
+    "ProbesFor",
+    "Study",
+    "discover",
+    "standing",
+]
 
 FORMAT = 1
 
@@ -33,6 +46,9 @@ Device = Literal["cpu", "cuda"]
 
 ProbesFor = Callable[[RunConfig, "Dataset", "Streams"], Sequence["Probe"]]
 """What a run measures, made once data and streams are there. A function at a module's top level: workers import it."""
+
+Compute = Callable[[Computation], Iterable[tuple[int, str, "Rows"]]]
+"""What is recorded where nothing is trained: (step, probe, rows), steps in order. Also at a module's top level."""
 
 Fields = TypeVar("Fields", bound=Frozen)
 
@@ -63,17 +79,30 @@ class Figure:
 
 @dataclass(frozen=True)
 class Job:
-    """A run to be: one arm with one seed, what makes its probes, and the folder of its record."""
+    """A run to be: one arm with one seed, what makes its probes (or its numbers), and the folder of its record."""
 
     arm: str
-    config: RunConfig
-    probes: ProbesFor
+    config: RunConfig | Computation
+    probes: ProbesFor | None
     folder: Path
+    compute: Compute | None = None
 
     @property
     def name(self) -> str:
         """Arm and seed, as people speak of it."""
         return f"{self.arm}-s{self.config.seed}"
+
+    @property
+    def steps(self) -> int:
+        """What its progress is counted in: updates, or 1 where nothing is trained."""
+        return self.config.training.steps if isinstance(self.config, RunConfig) else 1
+
+    @property
+    def length(self) -> float:
+        """How long it takes, up to a factor that all share: normalizing costs about half as much again."""
+        if isinstance(self.config, Computation):
+            return 1.0
+        return self.steps * (1.0 if self.config.normalizer.kind == "none" else 1.5)
 
 
 @dataclass(frozen=True)
@@ -100,8 +129,11 @@ class Study(Generic[Fields]):
         presets: Sizes by name; ``laptop`` is the default one.
         drawing: How figures may be drawn; not part of any run.
         figures: What is drawn from the records.
-        configure: The configuration of one arm with one seed, from the fields' values.
-        probes: What measures.
+        configure: The configuration of one arm with one seed, from the fields' values: a `Computation` where that arm
+            trains nothing.
+        probes: What measures training.
+        compute: What an arm that trains nothing records.
+        refuse: Raises ValueError for a drawing that the fields' runs cannot give: before they are made.
     """
 
     name: str
@@ -114,8 +146,10 @@ class Study(Generic[Fields]):
     presets: Mapping[str, Preset]
     drawing: type[Frozen]
     figures: tuple[Figure, ...]
-    configure: Callable[[Fields, Arm, int, Device], RunConfig]
-    probes: ProbesFor
+    configure: Callable[[Fields, Arm, int, Device], RunConfig | Computation]
+    probes: ProbesFor | None = None
+    compute: Compute | None = None
+    refuse: Callable[[Fields, Any], None] = lambda fields, drawing: None
 
     def conditions(self, fields: Fields) -> tuple[Arm, ...]:
         """The arms at these fields' values."""
@@ -132,7 +166,7 @@ class Study(Generic[Fields]):
             for arm in self.conditions(fields):
                 config = self.configure(fields, arm, seed, device)
                 place = folder / "runs" / f"{arm.name}-s{seed}-{config.id}"
-                found.append(Job(arm.name, config, self.probes, place))
+                found.append(Job(arm.name, config, self.probes, place, self.compute))
         return found
 
     def state(self, folder: Path, *, preset: str, fields: Fields, seeds: Sequence[int], jobs: Sequence[Job]) -> Path:
@@ -159,12 +193,19 @@ class Study(Generic[Fields]):
             ],
         }
         folder.mkdir(parents=True, exist_ok=True)
-        path, temporary = folder / "study.json", folder / "study.json.tmp"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(statement, indent=2, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        path = folder / "study.json"
+        # A name of its own: the same study may be asked for twice at a time.
+        descriptor, temporary = tempfile.mkstemp(prefix=".study.json.", dir=folder)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(json.dumps(statement, indent=2, ensure_ascii=False) + "\n")
+                file.flush()
+                os.fchmod(descriptor, 0o644)
+                os.fsync(descriptor)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
         return path
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing import active_children, connection, get_context, parent_process, resource_tracker
 from pathlib import Path
@@ -32,6 +33,7 @@ __all__ = ["sweep"]
 
 POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
 TICK = 0.1  # seconds between two looks at the board
+_NOT_BEGUN = (-1).to_bytes(8, sys.byteorder, signed=True)
 
 
 def sweep(jobs: Sequence[Job], *, workers: int) -> list[Outcome]:
@@ -47,33 +49,41 @@ def sweep(jobs: Sequence[Job], *, workers: int) -> list[Outcome]:
         raise ValueError(f"a sweep takes 1 worker or more, got {workers}")
     if not jobs:
         return []
-    queue = sorted(range(len(jobs)), key=lambda index: _length(jobs[index]), reverse=True)
+    queue = sorted(range(len(jobs)), key=lambda index: jobs[index].length, reverse=True)
     threads = max(job.config.machine.threads for job in jobs)
-    with (
-        tempfile.TemporaryDirectory(prefix="whybn-") as folder,
-        Board.create(Path(folder) / "board", jobs) as board,
-        _pool_sizes(threads),
-        _bar(board),
-    ):
-        if min(workers, len(jobs)) == 1:
-            return _in_process(jobs, queue, board)
-        return _in_workers(jobs, queue, board, min(workers, len(jobs)))
+    workers = min(workers, len(jobs))
+    with ExitStack() as stack:
+        place = None
+        if workers > 1:
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="whybn-"))) / "board"
+        board = stack.enter_context(Board.create(place, jobs))
+        stack.enter_context(_pool_sizes(threads))
+        stack.enter_context(_bar(board))
+        return _in_process(jobs, queue, board) if workers == 1 else _in_workers(jobs, queue, board, workers)
 
 
 class Board:
-    """Where every run stands, in a file that parent and workers map into memory: updates done, -1 before it began."""
+    """Where every run stands, in memory that parent and workers share: updates done, -1 before it began.
 
-    def __init__(self, path: Path, steps: Sequence[int]) -> None:
+    The memory is that of a file; where there is no other process, of none.
+    """
+
+    def __init__(self, path: Path | None, steps: Sequence[int]) -> None:
         self.path, self.steps = path, steps
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 0)
+        if path is None:
+            self._map = mmap.mmap(-1, 8 * len(steps))
+            self._map.write(_NOT_BEGUN * len(steps))
+        else:
+            with path.open("r+b") as file:
+                self._map = mmap.mmap(file.fileno(), 0)
         self._cells = memoryview(self._map).cast("q")
 
     @classmethod
-    def create(cls, path: Path, jobs: Sequence[Job]) -> Board:
+    def create(cls, path: Path | None, jobs: Sequence[Job]) -> Board:
         """A new board for these jobs."""
-        path.write_bytes((-1).to_bytes(8, sys.byteorder, signed=True) * len(jobs))
-        return cls(path, [job.config.training.steps for job in jobs])
+        if path is not None:
+            path.write_bytes(_NOT_BEGUN * len(jobs))
+        return cls(path, [job.steps for job in jobs])
 
     def __enter__(self) -> Board:
         return self
@@ -126,7 +136,7 @@ def _pool(jobs: Sequence[Job], queue: Sequence[int], board: Board, workers: int)
     found: dict[int, Outcome] = {}
     futures: dict[Future[Outcome], int] = {}
     others = set(active_children())
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_settle)
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_settle, initargs=(board.path,))
     try:
         # What this process ignores, the processes it spawns ignore from their first instruction.
         with _deaf_to_interrupts(), suppress(BrokenProcessPool):
@@ -147,27 +157,29 @@ def _pool(jobs: Sequence[Job], queue: Sequence[int], board: Board, workers: int)
     return found
 
 
-def _work(path: Path, index: int, job: Job) -> Outcome:
+def _work(path: Path | None, index: int, job: Job) -> Outcome:
     """One run, in a worker."""
     with Board(path, ()) as board:
         board.note(index, 0)
         from experiments.run import run  # loads torch, once a worker, after its thread count was set
 
         outcome = run(job, partial(board.note, index))
-        board.note(index, job.config.training.steps)
+        board.note(index, job.steps)
         return outcome
 
 
-def _settle() -> None:
+def _settle(board: Path | None) -> None:
     """Make this worker deaf to Ctrl-C, which is the parent's to hear, and mortal with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+        threading.Thread(target=_end_with, args=(parent.sentinel, board), daemon=True).start()
 
 
-def _end_with(sentinel: int) -> None:
+def _end_with(sentinel: int, board: Path | None) -> None:
     connection.wait([sentinel])
+    if board is not None:  # nobody else is left to remove it
+        shutil.rmtree(board.parent, ignore_errors=True)
     os._exit(1)  # as abruptly as the parent ended: records outlive that
 
 
@@ -227,8 +239,3 @@ def _bar(board: Board) -> Iterator[None]:
         finally:
             end.set()
             thread.join()
-
-
-def _length(job: Job) -> float:
-    """How long a run takes, up to a factor that all share: normalizing costs about half as much again."""
-    return job.config.training.steps * (1.0 if job.config.normalizer.kind == "none" else 1.5)

@@ -30,7 +30,10 @@ class OwnNoise(nn.Module):
 
 
 class Awkward(nn.Module):
-    """Batch normalization, an in-place ReLU used twice, dropout, own generators, tied weights, a dict as output."""
+    """Batch normalization, an in-place ReLU used twice, dropout, own generators, tied weights, a dict as output.
+
+    What it computes depends on plain attributes that it changes in place, a list with a tensor and a generator in it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,9 +49,15 @@ class Awkward(nn.Module):
         self.again.weight = self.middle.weight
         self.out = nn.Linear(12, 3)
         self.calls = 0
+        self.history: list[Any] = [torch.zeros(2), torch.Generator().manual_seed(6), {"seen": []}]
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         self.calls += 1
+        if self.training:
+            total, source, notes = self.history
+            total += torch.rand(2, generator=source)
+            notes["seen"].append(self.calls)
+            x = x + 0.001 * (total[0] + self.calls)
         x = self.relu(self.norm(self.conv(x)))
         x = self.noise(self.drop(x)).flatten(1)
         x = self.relu(self.norm1(self.middle(self.first(x))))
@@ -102,6 +111,9 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
                 state[f"{name}.{key}"] = value.bit_generator.state
             elif isinstance(value, int | float):
                 state[f"{name}.{key}"] = value
+            elif key == "history":
+                total, source, notes = value
+                state[key] = [total.clone(), source.get_state(), list(notes["seen"])]
     for index, held in enumerate(optimizer.state_dict()["state"].values()):
         for key, value in held.items():
             state[f"optimizer {index} {key}"] = value.clone() if isinstance(value, Tensor) else value
@@ -146,3 +158,21 @@ def train(
             optimizer.step()
         losses.append(float(value.detach()))
     return losses
+
+
+class PrimitiveBatchNorm(nn.Module):
+    """Batch normalization of (N, C, *positions) from means and squares alone: no torch.nn.functional.batch_norm."""
+
+    def __init__(self, features: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(features))
+        self.bias = nn.Parameter(torch.zeros(features))
+        self.register_buffer("running_mean", torch.zeros(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        axes = (0, *range(2, x.ndim))
+        unit = (1, -1, *(1 for _ in x.shape[2:]))
+        centred = x - x.mean(axes, keepdim=True)
+        scaled = centred / (centred.square().mean(axes, keepdim=True) + self.eps).sqrt()
+        return scaled * self.weight.view(unit) + self.bias.view(unit)

@@ -137,12 +137,11 @@ def _curves(study: Study, layers: int) -> pd.DataFrame:
     """Layer medians of every distance and of its floor: one row a point, mode, layer, arm, seed, step, statistic."""
     wanted = [name for distance in DISTANCES for name in (distance, f"{distance}_floor", f"{distance}_floor95")]
     tables = []
-    for point in POINTS:
-        for mode in MODES:
-            for arm in ARMS:
-                probe = _probe("drift.previous", point, mode, arm)
-                table = load_records(study, probe=probe, statistic=wanted, unit=-1, arm=arm)
-                tables.append(table.assign(point=point, mode=mode))
+    for arm in ARMS:
+        probes = {place: _probe("drift.previous", *place, arm) for place in product(POINTS, MODES)}
+        table = load_records(study, probe=[*dict.fromkeys(probes.values())], statistic=wanted, unit=-1, arm=arm)
+        for (point, mode), probe in probes.items():
+            tables.append(table[table["probe"] == probe].assign(point=point, mode=mode))
     joined = pd.concat(tables, ignore_index=True)
     joined["layer"] = joined["layer"].astype(str).str.extract(r"hidden(\d+)", expand=False).astype(int)
     joined["panel"] = "drift"
@@ -163,9 +162,10 @@ def _matrix(curves: pd.DataFrame, **where: Any) -> tuple[NDArray[np.int64], Floa
 def _referee(study: Study, layers: int) -> Iterator[_Reduction]:
     measures = study.setting("measures")
     ends = [k * measures["epoch"] for k in range(measures["epochs"] + 1)]
+    tables = {arm: _moments_at(study, arm, ends) for arm in ARMS}
     for point in POINTS:
         for mode in MODES:
-            moments = {arm: _moments(study, point, mode, arm, layers, ends) for arm in ARMS}
+            moments = {arm: _moments(study, tables[arm], point, mode, arm, layers, ends) for arm in ARMS}
             for scale in ("unscaled", "in sd"):
                 drift = {arm: _epochwise(*moments[arm], scaled=scale == "in sd") for arm in ARMS}
                 reduction = (1 - drift["batch"] / drift["none"]).mean(axis=(1, 2))  # (S,) over layers and moments
@@ -173,14 +173,19 @@ def _referee(study: Study, layers: int) -> Iterator[_Reduction]:
                 yield _Reduction(point, mode, scale, mean(reduction), without, with_, ends[-1])
 
 
+def _moments_at(study: Study, arm: str, ends: Sequence[int]) -> pd.DataFrame:
+    """Every mean and variance of one arm at the ends of epochs."""
+    probes = dict.fromkeys(_probe("activations", point, mode, arm) for point, mode in product(POINTS, MODES))
+    steps = (min(ends), max(ends) + 1)
+    table = load_records(study, probe=[*probes], statistic=["mean", "variance"], arm=arm, steps=steps)
+    return table[table["step"].isin(ends)]
+
+
 def _moments(
-    study: Study, point: str, mode: str, arm: str, layers: int, ends: Sequence[int]
+    study: Study, table: pd.DataFrame, point: str, mode: str, arm: str, layers: int, ends: Sequence[int]
 ) -> tuple[list[Floats], list[Floats]]:
     """Means and standard deviations at the ends of epochs: for each layer an array (S, K + 1, U)."""
-    probe = _probe("activations", point, mode, arm)
-    steps = (min(ends), max(ends) + 1)
-    table = load_records(study, probe=probe, statistic=["mean", "variance"], arm=arm, steps=steps)
-    table = table[table["step"].isin(ends)]
+    table = table[table["probe"] == _probe("activations", point, mode, arm)]
     missing = sorted(set(ends) - set(table["step"]))
     if missing:
         raise StudyError(f"the referee's test needs records at steps {ends}; {missing} are missing: train longer")
@@ -211,10 +216,9 @@ def _ribbons(study: Study, layers: int) -> pd.DataFrame:
     tables = []
     for arm in ARMS:
         probe = _probe("activations", "before", "batch", arm)
+        whole = load_records(study, probe=probe, statistic=names, arm=arm, seed=study.seeds[0])
         for index in range(1, layers + 1):
-            table = load_records(
-                study, probe=probe, layer=_layer("before", index), statistic=names, arm=arm, seed=study.seeds[0]
-            )
+            table = whole[whole["layer"] == _layer("before", index)]
             wide = table.pivot(index=["unit", "step"], columns="statistic", values="value")[names].sort_index()
             units = len(wide.index.unique("unit"))
             chosen = typical_unit(wide.to_numpy(dtype=np.float64).reshape(units, -1, len(names)))
@@ -227,10 +231,11 @@ def _ribbons(study: Study, layers: int) -> pd.DataFrame:
 def _minibatch(study: Study, layers: int) -> pd.DataFrame:
     """Root mean squares over units, averaged over hidden layers, per seed and step."""
     tables = []
-    for point in ("before", "nonlinear"):
-        table = load_records(study, probe=f"minibatch_shift.{point}", unit=-1)
+    points = {point: f"minibatch_shift.{point}" for point in ("before", "nonlinear")}
+    whole = load_records(study, probe=[*points.values()], unit=-1)
+    for point, probe in points.items():
         wanted = [_layer(point, index) for index in range(1, layers + 1)]
-        table = table[table["layer"].isin(wanted)]
+        table = whole[(whole["probe"] == probe) & whole["layer"].isin(wanted)]
         averaged = table.groupby(["arm", "seed", "step", "statistic"], observed=True)["value"].mean().reset_index()
         tables.append(averaged.assign(panel="minibatch", point=point))
     return pd.concat(tables, ignore_index=True)
@@ -251,10 +256,11 @@ def _path(study: Study, layers: int) -> pd.DataFrame:
         return pd.DataFrame(columns=["panel", "point", "arm", "seed", "level", "after", "by", "value"])
     levels = np.linspace(highest, lowest, _LEVELS + 1)[1:]
     rows = []
-    for point in ("before", "nonlinear"):
-        drift = load_records(study, probe=f"drift.path.{point}", statistic="mean_shift", unit=-1)
+    points = {point: f"drift.path.{point}" for point in ("before", "nonlinear")}
+    whole = load_records(study, probe=[*points.values()], statistic="mean_shift", unit=-1)
+    for point, probe in points.items():
         wanted = [_layer(point, index) for index in range(1, layers + 1)]
-        drift = drift[drift["layer"].isin(wanted)]
+        drift = whole[(whole["probe"] == probe) & whole["layer"].isin(wanted)]
         for (arm, seed), table in runs.items():
             table = table.sort_values("step")
             mine = drift[(drift["arm"] == arm) & (drift["seed"] == seed)]
@@ -283,6 +289,7 @@ def _figure(study: Study, curves: pd.DataFrame, layers: int) -> Figure:
         _share_limits(row[:3])
         _draw_ribbon(row[3], ribbons[ribbons["layer"] == index])
         row[3].set_title("one unit before the normalizer" if index == 1 else "")
+        row[3].set_ylabel("pre-activation")
     for axes in grid[-1]:
         axes.set_xlabel("training steps")
     for axes in grid.flat:
@@ -531,7 +538,7 @@ def _progress_caption(study: Study, path: pd.DataFrame) -> str:
         "is often plotted as drift) and the part of it that the parameters made (thick: the same images at both "
         "steps); "
         f"the rest is sampling. Root mean square over units, averaged over hidden layers, mean of {len(study.seeds)} "
-        "seeds, batch mode.\n"
+        f"seed{'s' * (len(study.seeds) > 1)}, batch mode.\n"
     )
     if path.empty:
         return said + "Right: no level of training loss was reached by all runs."

@@ -46,6 +46,7 @@ ARMS = ("none", "batch")
 PROBE = "activations.input"
 TARGETS = (0.90, 0.95)
 
+_JUDGED_FROM = 1000  # the study's rule
 _STYLES = (style.WITHOUT_BN, style.WITH_BN)
 _FLOOR = 0.7  # where the paper's accuracy axis begins
 _MILESTONES = tuple(m * 10**k for k in range(2, 7) for m in (1, 2, 5))
@@ -125,7 +126,31 @@ def draw(folder: Path, *, unit: int | None = None, grid: bool = False) -> style.
         with style.look():
             figure = _grid(inputs, limits, _grid_caption(inputs, limits))
         paths += style.save(figure, folder, f"{NAME}_grid", pd.concat([_unit_numbers("grid", arm) for arm in inputs]))
-    return style.Drawn(paths, _table(accuracies, inputs, _read_spreads(study, inputs[0])), TITLE, caption)
+    return style.Drawn(
+        paths, _table(accuracies, inputs, _read_spreads(study, inputs[0])), f"{TITLE}. {_verdict(accuracies)}", caption
+    )
+
+
+def _verdict(accuracies: Sequence[_Accuracy]) -> str:
+    """What the study's rule makes of the accuracies; a network that diverged is behind from there on."""
+    ahead = {"with BN": 0, "without BN": 0}
+    pairs = 0
+    without, with_ = accuracies
+    for a, b in zip(without.curves, with_.curves, strict=True):
+        steps = sorted(step for step in {*a.index, *b.index} if step >= _JUDGED_FROM)
+        pairs += len(steps)
+        for step in steps:
+            x, y = a.get(step, -1.0), b.get(step, -1.0)
+            ahead["with BN"] += y > x
+            ahead["without BN"] += x > y
+    rule = f"higher held-out accuracy in every seed at every evaluation from step {_JUDGED_FROM} on"
+    if not pairs:
+        return f"No verdict: training ended before step {_JUDGED_FROM}"
+    if ahead["with BN"] == pairs:
+        return f"The claim that BN trains faster is supported: {rule} ({pairs} of {pairs})"
+    if ahead["without BN"] == pairs:
+        return f"The claim that BN trains faster is refuted: without it, {rule} ({pairs} of {pairs})"
+    return f"Undecided whether BN trains faster: with BN higher accuracy at {ahead['with BN']} of {pairs} evaluations"
 
 
 def _read_accuracy(study: Study, arm: str) -> _Accuracy:

@@ -76,6 +76,16 @@ def probes(config: RunConfig, data: Dataset, streams: Streams) -> Sequence[Probe
     ]
 
 
+def refuse(fields: Figure1Fields, drawing: Figure1Drawing) -> None:
+    """Refuse to show a unit that the last hidden layer does not have.
+
+    Raises:
+        ValueError: If ``unit`` is too large.
+    """
+    if drawing.unit is not None and drawing.unit >= fields.hidden[-1]:
+        raise ValueError(f"--unit {drawing.unit} is not in the last hidden layer: 0 to {fields.hidden[-1] - 1}")
+
+
 STUDY = Study(
     name="figure1",
     question="Does batch normalization make a sigmoid network train faster, and its sigmoids' inputs more stable?",
@@ -103,4 +113,5 @@ STUDY = Study(
     figures=(Figure("figure1", ("unit", "grid")),),
     configure=configure,
     probes=probes,
+    refuse=refuse,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import combinations
 
 import numpy as np
@@ -409,3 +410,30 @@ def text_boxes(figure):
             texts += [tick.label1 for axis in (axes.xaxis, axes.yaxis) for tick in axis._update_ticks()]
     renderer = canvas.get_renderer()
     return [(t.get_text(), t.get_window_extent(renderer)) for t in texts if t.get_visible() and t.get_text().strip()]
+
+
+def flat(level, *, until=2000, status="complete"):
+    steps = [step for step in (0, 500, 1000, 1500, 2000) if step <= until]
+    percentiles = np.zeros((2, 2, 3)) + np.arange(3)
+    return PlantedRun(dict.fromkeys(steps, level), [0, 500], percentiles, status)
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ({("none", 0): flat(0.5), ("batch", 0): flat(0.9)}, r"BN trains faster is supported: .* \(3 of 3\)"),
+        ({("none", 0): flat(0.9), ("batch", 0): flat(0.5)}, r"BN trains faster is refuted: without it, .* \(3 of 3\)"),
+        (
+            {("none", 0): flat(0.5), ("batch", 0): flat(0.9), ("none", 1): flat(0.9), ("batch", 1): flat(0.5)},
+            "Undecided whether BN trains faster: with BN higher accuracy at 3 of 6",
+        ),
+        ({("none", 0): flat(0.5), ("batch", 0): flat(0.5)}, "Undecided .* at 0 of 3"),
+        ({("none", 0): flat(0.5, until=500), ("batch", 0): flat(0.9, until=500)}, "No verdict: training ended before"),
+        # what diverged is behind from there on
+        ({("none", 0): flat(0.95, until=500, status="diverged"), ("batch", 0): flat(0.9)}, "supported: .* \\(3 of 3"),
+        ({("none", 0): flat(0.95, until=1000, status="diverged"), ("batch", 0): flat(0.9)}, "Undecided .* at 2 of 3"),
+    ],
+)
+def test_the_verdict_follows_the_rule(tmp_path, runs, said):
+    result = draw(write_study(tmp_path, runs))
+    assert re.search(said, result.title)

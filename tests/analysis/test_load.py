@@ -228,8 +228,10 @@ def test_what_was_never_recorded_is_refused(folder):
     study = load_study(folder)
     with pytest.raises(RecordError, match="drift"):
         load_records(study, probe="drift")
-    with pytest.raises(StudyError, match="no row of unit 17"):
+    with pytest.raises(RecordError, match="no unit 17"):
         load_records(study, unit=17)
+    with pytest.raises(StudyError, match="no row of probe 'log', unit 1"):
+        load_records(study, probe="log", unit=1)
     with pytest.raises(StudyError, match=r"no row of steps \(200, None\)"):
         load_records(study, steps=(200, None), seed=5, arm="none")
     with pytest.raises(StudyError, match="no mode 'batch' there, it has population"):

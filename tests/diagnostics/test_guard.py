@@ -1,13 +1,14 @@
 """The guard: whatever is done inside, everything is as it was (traps 4 and 35)."""
 
 import random
+from collections import Counter, defaultdict, deque
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from diagnostics.guard import RandomState, guard, is_normalizer, normalizers, set_mode
+from diagnostics.guard import RandomState, guard, is_normalizer, isolated, normalizers, set_mode
 from tests.models import assert_same, awkward, awkward_batches, cross_entropy, everything, seed_everything
 
 
@@ -37,6 +38,10 @@ def vandalize(model, batch):
     model.again.bias = nn.Parameter(torch.zeros(12))
     model.norm1.momentum = 1.0
     model.leftover = "x"
+    model.history[0].add_(5)
+    model.history[2]["seen"].clear()
+    torch.rand(3, generator=model.history[1])
+    model.history.append("more")
     random.random()
     np.random.rand()
     torch.rand(3)
@@ -50,6 +55,8 @@ def test_everything_is_put_back_to_the_bit(raises):
     before = everything(model, optimizer)
     own = torch.Generator().manual_seed(8)
     own_state = own.get_state()
+    held = model.history
+    inside = [id(part) for part in held]
     memory = {name: p.data_ptr() for name, p in model.named_parameters()}
     objects = [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
     grads = {name: id(p.grad) for name, p in model.named_parameters()}
@@ -68,6 +75,42 @@ def test_everything_is_put_back_to_the_bit(raises):
     assert {name: id(p.grad) for name, p in model.named_parameters()} == grads
     assert [id(tensor) for tensor in (*model.parameters(), *model.buffers())] == objects
     assert model.again.weight is model.middle.weight
+    assert model.history is held
+    assert [id(part) for part in held] == inside
+
+
+def test_isolated_copies_what_can_change_and_keeps_what_is_shared():
+    tensor, array, graph = torch.ones(2), np.zeros(2), torch.ones(1, requires_grad=True) * 2
+    strange = object()
+    value = {
+        "a": [tensor, (tensor, strange)], "b": deque([array], maxlen=3), "c": defaultdict(list, k=[1]), "d": {1, 2},
+        "e": (1, "x"), "f": graph, "g": Counter("aab"), "h": torch.ones(1, requires_grad=True),
+    }  # fmt: skip
+    copies = {}
+    other = isolated(value, copies)
+    assert other["a"][0] is other["a"][1][0] is not tensor
+    assert other["a"][1][1] is strange
+    assert other["e"] is value["e"]
+    assert other["f"] is graph
+    assert other["h"].requires_grad
+    tensor.add_(1)
+    array += 1
+    value["a"].append(1)
+    value["b"].append(2)
+    value["c"]["new"].append(2)
+    value["c"]["k"].append(2)
+    value["d"].add(3)
+    value["g"]["a"] += 1
+    assert torch.equal(other["a"][0], torch.ones(2))
+    assert len(other["a"]) == 2
+    assert other["b"].maxlen == 3
+    assert len(other["b"]) == 1
+    assert other["b"][0].tolist() == [0, 0]
+    assert other["c"] == {"k": [1]}
+    assert other["c"]["made"] == []
+    assert other["d"] == {1, 2}
+    assert other["g"]["a"] == 2
+    assert isolated(value["a"], copies) is other["a"]
 
 
 def test_an_earlier_graph_can_still_go_backward():

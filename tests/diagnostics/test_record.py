@@ -219,7 +219,7 @@ def test_filters_are_what_pandas_would_keep(
     for name in [*NAMES, "unit"]:
         there = sorted({row[name] for row in rows})
         one = st.sampled_from(there) if there else st.nothing()
-        filters[name] = data.draw(st.none() | one | st.lists(one, unique=True))
+        filters[name] = data.draw(st.none() | one | st.lists(one, min_size=1, unique=True))
     first, stop = data.draw(st.none() | st.integers(0, 30)), data.draw(st.none() | st.integers(0, 50))
     columns = data.draw(st.lists(st.sampled_from(COLUMNS), min_size=1, unique=True))
 
@@ -281,6 +281,12 @@ def test_a_name_that_occurs_nowhere_is_refused_with_the_close_ones(tmp_path: Pat
         ({"unit": "all"}, "unit is a whole number"),
         ({"unit": [-2]}, "at least -1"),
         ({"steps": (1, 2, 3)}, "pair"),
+        ({"steps": 3}, "pair"),
+        ({"steps": "12"}, "pair"),
+        ({"steps": (-1, None)}, "an end of steps is a whole number"),
+        ({"unit": 7}, "no unit 7 in .*units there are 0 to 0"),
+        ({"unit": []}, "unit names no unit"),
+        ({"probe": []}, "probe names none"),
     ],
 )
 def test_reading_refuses_what_it_does_not_know(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -311,7 +317,7 @@ def test_a_running_record_shows_the_parts_so_far(tmp_path: Path) -> None:
             assert record.next_part == parts
             if step % 5 == 0:
                 same(read_run(tmp_path / "run"), frame_of(scenario_rows(parts * 7)))
-                assert read_status(tmp_path / "run") == Status("running", parts * 7, 7, {}, None)
+                assert read_status(tmp_path / "run") == Status("running", parts * 7, 7, {}, None, parts)
     same(read_run(tmp_path / "run"), frame_of(scenario_rows(scenario.END)))
 
 
@@ -320,7 +326,7 @@ def test_a_resumed_record_shows_nothing_from_its_start_on(tmp_path: Path) -> Non
     for start in (23, 14, 10):
         with writer(tmp_path / "run", start=start, part_every=7) as record:
             same(read_run(tmp_path / "run"), frame_of(scenario_rows(start)))
-            assert read_status(tmp_path / "run") == Status("running", start, 7, {}, None)
+            assert read_status(tmp_path / "run") == Status("running", start, 7, {}, None, start // 7)
             record.close("running")
         same(read_run(tmp_path / "run"), frame_of(scenario_rows(start)))
 
@@ -475,7 +481,7 @@ def test_leaving_the_block_says_how_it_ended(tmp_path: Path) -> None:
                 raise error
         status = read_status(tmp_path / name)
         text = "ZeroDivisionError: by zero" if name == "failed" else None
-        assert status == Status(name, 4, 10, {}, text, FORMAT)  # type: ignore[arg-type]  # the names are states
+        assert status == Status(name, 4, 10, {}, text, 1, FORMAT)  # type: ignore[arg-type]  # the names are states
         table = read_run(tmp_path / name)
         assert table.attrs["status"] == name
         assert len(table) == 1
@@ -509,7 +515,7 @@ def test_an_interrupt_inside_write_costs_the_part_and_no_more(tmp_path: Path, mo
                 record.write(step, probe, layer, values, units=units, mode=mode)
             record.advance(step + 1)
     monkeypatch.undo()
-    assert read_status(tmp_path / "run") == Status("running", 14, 7, {}, None)
+    assert read_status(tmp_path / "run") == Status("running", 14, 7, {}, None, 2)
     same(read_run(tmp_path / "run"), frame_of(scenario_rows(14)))
     assert len(promised(tmp_path / "run")) == 3  # and no temporary file
 
@@ -574,7 +580,7 @@ def test_the_files_are_what_they_are_said_to_be(tmp_path: Path) -> None:
     assert (folder / "config.json").read_text() == json.dumps(CONFIG, indent=2, sort_keys=True) + "\n"
     assert json.loads((folder / "environment.json").read_text()) == [{"torch": "2.13", "threads": 1}]
     assert json.loads((folder / "status.json").read_text()) == {
-        "format": 1, "status": "complete", "steps": 12, "part_every": 10, "counts": {}, "error": None,
+        "format": 1, "status": "complete", "steps": 12, "part_every": 10, "counts": {}, "error": None, "parts": 2,
     }  # fmt: skip
     with writer(folder, start=5, environment={"torch": "2.14"}):
         pass
@@ -583,6 +589,25 @@ def test_the_files_are_what_they_are_said_to_be(tmp_path: Path) -> None:
         pass
     assert json.loads((folder / "environment.json").read_text()) == [{"torch": "2.15"}]
     assert sorted(os.listdir(tmp_path / "a" / "b")) == ["run"]
+
+
+def test_a_finished_record_that_lost_a_part_is_refused(tmp_path: Path) -> None:
+    """Parts are files like others: one that a copy forgot must not make a shorter record."""
+    scenario.train(tmp_path / "run")
+    parts = sorted((tmp_path / "run" / "records").iterdir())
+    assert read_status(tmp_path / "run").parts == len(parts) > 3
+    whole = parts[-1].read_bytes()
+    parts[-1].unlink()
+    parts[1].unlink()
+    for read in (read_status, read_run, read_config, require_finished):
+        with pytest.raises(RecordError, match=r"part-00001.parquet is missing and 1 more; remove the folder"):
+            read(tmp_path / "run")
+    parts[-1].write_bytes(whole)
+    with pytest.raises(RecordError, match=r"part-00001.parquet is missing; remove"):
+        read_status(tmp_path / "run")
+    with writer(tmp_path / "run", overwrite=True):
+        pass
+    assert read_status(tmp_path / "run").parts == 0
 
 
 def test_changing_directory_does_not_move_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

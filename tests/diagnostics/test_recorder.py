@@ -1,7 +1,9 @@
 """The recorder: what is recorded when, and what it refuses (traps 15, 18, 20, 33, 34)."""
 
 import json
+from collections import OrderedDict
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -103,6 +105,116 @@ def test_at_mixes_parameters_and_leaves_the_rest_at_theta_t(tmp_path):
     with Recorder(model, tmp_path / "run", [watcher], loss=cross_entropy) as recorder:
         train(model, optimizer, awkward_batches(1), recorder.step)
     assert watcher.seen == [True]
+
+
+class Overwrites(nn.Module):
+    """Works in place on its input, as careless models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.linear(x.sub_(1.5).mul_(2))
+
+
+def test_a_forward_that_works_in_place_on_its_input_changes_neither_the_step_nor_the_probe_batch(tmp_path):
+    data, targets = torch.randn(12, 3), torch.randint(2, (4,))
+    probe_data = data[8:]  # a view: what overwrote it would overwrite the user's data
+    model = Overwrites()
+    kept, users = data.clone(), []
+
+    def look(view):
+        with view.at(mode="population"):
+            on_probe = [float(view.forward((probe_data, targets)).detach()) for _ in range(2)]
+        with view.at():
+            on_batch = [float(view.loss().detach()) for _ in range(2)]
+        return on_probe, on_batch
+
+    watcher = Watcher(look)
+    with Recorder(model, tmp_path / "run", [watcher], loss=cross_entropy) as recorder:
+        batch = (data[:4], targets)
+        with recorder.step(batch):
+            users.append(float(cross_entropy(model, batch).detach()))
+    (on_probe, on_batch) = watcher.seen[0]
+    assert on_batch == [users[0]] * 2
+    assert on_probe[0] == on_probe[1] == float(cross_entropy(model, (kept[8:].clone(), targets)).detach())
+    assert torch.equal(data[4:], kept[4:])
+
+    plain = Watcher(lambda view: view.forward(probe_data).detach().clone())
+    with Recorder(model, tmp_path / "plain", [plain]) as recorder, recorder.step(probe_data):
+        pass
+    assert torch.equal(data[4:], kept[4:])
+
+
+def test_at_puts_training_flags_and_gradients_where_the_step_had_them(tmp_path):
+    model, _ = setting()
+    model.norm.eval()  # a frozen normalizer
+
+    def look(view):
+        with torch.no_grad(), view.at() as shown:
+            flags = [module.training for module in shown.modules()]
+            return flags, view.loss().requires_grad
+
+    watcher = Watcher(look)
+    wanted = [module.training for module in model.modules()]
+    with Recorder(model, tmp_path / "run", [watcher], loss=cross_entropy) as recorder:
+        with recorder.step(awkward_batches(1)[0]):
+            model.eval()
+    assert watcher.seen == [(wanted, True)]
+
+
+def test_the_mode_of_a_passive_probe_is_batch_where_any_normalizer_uses_its_batch(tmp_path):
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    for name, frozen, mode in (("none", 0, "batch"), ("one", 1, "batch"), ("both", 2, "population")):
+        model.train()
+        for index in range(frozen):
+            model[index].eval()
+        with Recorder(model, tmp_path / name, [Activations("1")]) as recorder, recorder.step(None):
+            model(torch.randn(4, 2))
+        assert set(read_run(tmp_path / name)["mode"]) == {mode}
+
+
+def test_a_forward_that_raised_and_was_tried_again_leaves_one_record_of_the_second(tmp_path):
+    model = nn.Sequential(OrderedDict(twice=nn.Identity(), last=nn.Linear(2, 2)))
+    with Recorder(model, tmp_path / "run", [Activations("twice")]) as recorder, recorder.step(None):
+        with suppress(RuntimeError):
+            model(torch.full((3, 5), 9.0))  # of the wrong width: `last` raises
+        model(torch.ones(3, 2))
+    table = read_run(tmp_path / "run")
+    assert set(table["layer"]) == {"twice"}
+    assert table[table["statistic"] == "mean"]["value"].tolist() == [1.0, 1.0]
+
+
+class Partial(nn.Module):
+    """A frozen parameter, and a layer that the loss does not reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.unused = nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(3, 3)
+        self.first.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def test_a_gradient_on_a_probe_batch_is_taken_past_what_is_frozen_and_what_is_unused(tmp_path):
+    model, x = Partial(), torch.randn(4, 2)
+    probe = Activations("first", "grad_output", on=x)
+    with Recorder(model, tmp_path / "run", [probe], loss=lambda m, b: m(b).sum()) as recorder, recorder.step(x):
+        pass
+    means = read_run(tmp_path / "run", statistic="mean")["value"]
+    assert means.tolist() == pytest.approx(model.last.weight[0].tolist())
+    model.requires_grad_(False)
+    with pytest.raises(ProbeError, match="every parameter of the model is frozen"):
+        with Recorder(model, tmp_path / "b", [probe], loss=lambda m, b: m(b).sum()) as recorder, recorder.step(x):
+            pass
+
+
+def test_a_model_whose_parameters_are_not_there_yet_is_refused(tmp_path):
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match="parameter '0.weight' has no shape yet: run the model once"):
+        Recorder(model, tmp_path / "run", [])
 
 
 def test_modes_reach_the_model(tmp_path):
@@ -409,9 +521,78 @@ def test_the_configuration_of_a_bare_recorder_describes_its_probes(tmp_path):
     assert " at 0x" not in json.dumps(config)
 
 
+def test_changing_directory_does_not_move_the_record(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with Recorder(nn.Linear(2, 2), "run", [], part_every=1) as recorder:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        with recorder.step(None):
+            pass
+    assert read_checkpoint(tmp_path / "run")["step"] == 1
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("damage", [b"", b"nonsense", None])
+def test_a_damaged_checkpoint_is_named_with_what_to_do(tmp_path, damage):
+    model = nn.Linear(2, 2)
+    with suppress(KeyboardInterrupt), Recorder(model, tmp_path / "run", [], part_every=1) as recorder:
+        with recorder.step(None):
+            pass
+        raise KeyboardInterrupt
+    file = tmp_path / "run" / "checkpoint.pt"
+    if damage is None:
+        torch.save({"something": "else"}, file)
+    else:
+        file.write_bytes(damage)
+    with pytest.raises(ValueError, match=r"checkpoint.pt is (damaged|no checkpoint).*remove .*run to start"):
+        Recorder(model, tmp_path / "run", [], start=1)
+
+
+def test_a_checkpoint_that_cannot_be_written_fails_the_run(tmp_path, monkeypatch):
+    def full(saved, file):
+        if isinstance(file, Path):
+            file.write_bytes(b"half")
+            raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
+        return kept(saved, file)
+
+    kept = torch.save
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(ValueError, match=r"cannot write .*checkpoint.pt: .*No space left"):
+        with Recorder(nn.Linear(2, 2), tmp_path / "run", []) as recorder:
+            recorder.log("x", 1.0)
+    status = read_status(tmp_path / "run")
+    assert status.status == "failed"
+    assert "No space left" in status.error
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("part", ["when", "taps", "state"])
+def test_whatever_of_a_probe_fails_the_error_names_it_and_the_step(tmp_path, part):
+    class Bad(Activations):
+        def fail(self, *_):
+            raise KeyError("oops")
+
+        def state(self):
+            return self.fail() if part == "state" else {}
+
+        def load(self, state):
+            pass
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    probe = Bad("0")
+    if part != "state":
+        setattr(probe, part, probe.fail)
+    with pytest.raises(ProbeError, match=r"probe 'bad.input' failed at step [01]: 'oops'"):
+        with Recorder(model, tmp_path / "run", [probe], part_every=1) as recorder, recorder.step(None):
+            model(torch.ones(3, 2))
+    assert read_status(tmp_path / "run").status == "failed"
+
+
 def test_misuse_is_named(tmp_path):
     recorder = Recorder(nn.Linear(2, 2), tmp_path / "run", [])
     with pytest.raises(RuntimeError, match="not open"), recorder.step(None):
         pass
     with recorder, pytest.raises(RuntimeError, match="inside another"), recorder.step(None), recorder.step(None):
+        pass
+    with pytest.raises(RuntimeError, match="used already"), recorder:
         pass

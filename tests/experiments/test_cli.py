@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,6 +123,8 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("figure1 --percentiles 15 101", "--percentiles", "between 0 and 100, got 101"),
         ("figure1 --percentiles 15 15", "--percentiles", "once, got 15 15"),
         ("figure1 --no-binarize --threshold 0.3", "threshold=0.3", "means nothing without binarize"),
+        ("figure1 --unit 100", "--unit 100", "0 to 99"),
+        ("figure1 --unit 7 --hidden 9 7", "--unit 7", "0 to 6"),
         ("figure1 --unit -1", "--unit", "greater than or equal to 0, got '-1'"),
         ("figure1 --preset large", "'large'", "smoke, laptop, paper"),
         ("figure1 --preset=large", "'large'", "smoke, laptop, paper"),
@@ -313,6 +316,37 @@ def test_help_answers_in_under_a_second_because_it_loads_little(words: tuple[str
     assert float(seconds) < 1  # of processor time: the wall clock is not ours alone
 
 
+def test_a_reader_that_has_had_enough_is_no_error() -> None:
+    command = f"'{sys.executable}' -m experiments list; echo $? >&2"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(["sh", "-c", command], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert done.stderr == "0\n"
+
+
+INTERRUPTED = """
+import sys, importlib.abc
+WANTED = sys.argv[1]
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == WANTED:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+from experiments.__main__ import entry
+sys.argv[1:] = ["list"]
+sys.exit(entry())
+"""
+
+
+@pytest.mark.parametrize("module", ["experiments.cli", "experiments.config", "experiments.studies.figure1"])
+def test_ctrl_c_while_starting_is_no_traceback(module: str) -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, module], capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert done.stderr.startswith("whybn: interrupted")
+    assert done.stderr.count("\n") == 1
+
+
 def test_both_doors_lead_to_the_same_house() -> None:
     done = subprocess.run([sys.executable, "-m", "experiments", "nosuch"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -347,17 +381,24 @@ def wait_for_parts(out: Path, count: int, process: subprocess.Popen[str]) -> Non
 
 @pytest.mark.slow
 def test_killed_and_interrupted_the_same_command_ends_with_the_same_bytes(tmp_path: Path, figures: Figures) -> None:
-    out = tmp_path / "out"
+    out, boards = tmp_path / "out", set(Path(tempfile.gettempdir()).glob("whybn-*"))
     with started(out) as process:  # SIGKILL to the parent alone: its workers must follow it
         wait_for_parts(out, 2, process)
         process.kill()
         process.communicate()  # the pipes close when the last worker is gone
     assert {read_status(run).status for run in out.glob("figure1/runs/*")} == {"running"}
 
-    with started(out) as process:  # Ctrl-C to everyone, as a terminal does
+    assert set(Path(tempfile.gettempdir()).glob("whybn-*")) == boards  # the workers removed the parent's
+
+    with started(out) as process:  # Ctrl-C to everyone, as a terminal does, and again by somebody impatient
         wait_for_parts(out, 4, process)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.communicate() == ("", "whybn: interrupted; the same command goes on from where it stopped\n")
+        for _ in range(3):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.03)
+        said_so = process.communicate()
+        assert said_so[0] == ""
+        assert said_so[1].startswith("whybn: interrupted")
+        assert said_so[1].count("\n") == 1
         assert process.returncode == 130
 
     assert main([*RUNS, str(out), "--jobs", "1"]) == 0

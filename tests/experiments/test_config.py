@@ -22,6 +22,7 @@ from experiments.config import (
     VGGConfig,
 )
 from experiments.seeds import Streams
+from experiments.studies.figure1 import Figure1Fields
 
 BATCH = RunConfig(seed=0, normalizer=NormalizerConfig(kind="batch"), evaluation=EvaluationConfig(fixed=5))
 
@@ -201,6 +202,12 @@ def test_a_batch_of_one_cannot_be_normalized() -> None:
     with pytest.raises(ValidationError, match="a batch of 1 has no variance"):
         RunConfig(seed=0, normalizer=NormalizerConfig(kind="batch"), training=one)
     assert RunConfig(seed=0, training=one).training.batch == 1
+
+
+@pytest.mark.parametrize("given", [(50, 50.0), (50, 50.0000001), (-1,), (101,), (float("nan"),), ()])
+def test_percentiles_are_told_apart_as_records_name_them(given: tuple[float, ...]) -> None:
+    with pytest.raises(ValidationError):
+        Figure1Fields(percentiles=given)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63])

@@ -5,17 +5,27 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from diagnostics.probe import Probe
+from diagnostics.probe import Probe, Rows
 from diagnostics.record import RunWriter, read_run, read_status
 from experiments import run as module
-from experiments.config import EvaluationConfig, MachineConfig, MLPConfig, NormalizerConfig, RunConfig, TrainingConfig
+from experiments.config import (
+    Computation,
+    EvaluationConfig,
+    MachineConfig,
+    MeasuresConfig,
+    MLPConfig,
+    NormalizerConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from experiments.datasets import Dataset
 from experiments.run import run
 from experiments.seeds import Streams
@@ -216,6 +226,16 @@ def test_a_record_that_is_being_written_is_refused(tmp_path: Path) -> None:
         other.close("running")
 
 
+def test_a_run_that_somebody_else_finished_meanwhile_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
+) -> None:
+    folder = tmp_path / "run"
+    run(job(folder), ignore)
+    monkeypatch.setattr(module, "standing", lambda job: "absent")  # as it was when we looked
+    assert "holds a record already" in refusal(folder)
+    assert content(folder) == whole
+
+
 def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(job(folder), ignore)
@@ -225,6 +245,9 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
     status = json.loads((folder / "status.json").read_text())
     (folder / "status.json").write_text(json.dumps(status | {"format": 99}))
     assert "format 99" in refusal(folder)
+
+    (tmp_path / "file").write_text("")
+    assert "it is a file" in refusal(tmp_path / "file")
 
     stray = tmp_path / "stray"
     stray.mkdir()
@@ -295,3 +318,85 @@ def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bytes(tmp_path: P
 
 def started(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", SCRIPT, folder], stdout=subprocess.PIPE, text=True)
+
+
+# --- what trains nothing
+
+
+class Squares(MeasuresConfig):
+    count: int
+
+
+def squares(config: Computation) -> Iterator[tuple[int, str, Rows]]:
+    assert isinstance(config.measures, Squares)
+    if config.measures.count == 0:
+        raise ValueError("no squares to compute")
+    for k in range(config.measures.count):
+        if k == 7:
+            raise ZeroDivisionError("seven")
+        yield (
+            k,
+            "square",
+            Rows("layer", {"value": [k**2, config.seed], "threads": torch.get_num_threads()}, mode="batch"),
+        )
+
+
+def computation(folder: Path, count: int = 3, **changes: object) -> Job:
+    config = Computation(seed=5, measures=Squares(count=count), machine=MachineConfig(threads=2))
+    return Job("all", config, None, folder, changes.get("compute", squares))  # type: ignore[arg-type]
+
+
+def test_a_computation_is_recorded_once_and_left_alone(tmp_path: Path) -> None:
+    one = computation(tmp_path / "run")
+    assert run(one, ignore) == Outcome("complete")
+    before = content(one.folder)
+    table = read_run(one.folder)
+    assert table.attrs["status"] == "complete"
+    values = table[table.statistic == "value"]
+    assert list(zip(values.step, values.unit, values.value, strict=True)) == [
+        (k, unit, value) for k in range(3) for unit, value in ((0, k**2), (1, 5))
+    ]
+    assert set(table[table.statistic == "threads"].value) == {2}
+    assert set(table["mode"]) == {"batch"}
+    assert json.loads((one.folder / "config.json").read_text()) == one.config.canonical()
+    assert run(replace(one, compute=None), ignore) == Outcome("complete")
+    assert content(one.folder) == before
+
+
+@pytest.mark.parametrize("status", ["running", "failed"])
+def test_a_computation_that_did_not_end_is_done_anew(tmp_path: Path, status: str) -> None:
+    one = computation(tmp_path / "run")
+    with RunWriter(one.folder, config=one.config.canonical(), environment={}) as writer:
+        writer.write(0, "square", "layer", {"value": -1.0})
+        writer.close(status, error="boom" if status == "failed" else None)  # type: ignore[arg-type]
+    assert run(one, ignore) == Outcome("complete")
+    whole = computation(tmp_path / "whole")
+    run(whole, ignore)
+    assert content(one.folder) == content(whole.folder)
+
+
+def test_a_computation_that_fails_says_so_and_one_that_cannot_begin_is_refused(tmp_path: Path) -> None:
+    assert run(computation(tmp_path / "fails", 9), ignore) == Outcome("failed", "ZeroDivisionError: seven")
+    assert read_status(tmp_path / "fails").status == "failed"
+    assert run(computation(tmp_path / "none", 0), ignore) == Outcome("refused", "no squares to compute")
+    assert not (tmp_path / "none").exists()
+    empty = computation(tmp_path / "empty", compute=lambda config: ())
+    assert run(empty, ignore) == Outcome("refused", "all-s5 computed nothing")
+    assert run(computation(tmp_path / "by-none", compute=None), ignore).status == "refused"
+
+
+def test_an_interrupted_computation_can_be_resumed(tmp_path: Path) -> None:
+    def interrupted(config: Computation) -> Iterator[tuple[int, str, Rows]]:
+        yield 0, "square", Rows("layer", {"value": 0.0})
+        raise KeyboardInterrupt
+
+    one = computation(tmp_path / "run", compute=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(one, ignore)
+    assert read_status(one.folder).status == "running"
+    assert run(replace(one, compute=squares), ignore) == Outcome("complete")
+
+
+def test_a_run_without_probes_of_its_study_is_refused(tmp_path: Path) -> None:
+    found = run(replace(job(tmp_path / "run"), probes=None), ignore)
+    assert found == Outcome("refused", "batch-s3 is to be trained, and its study has no probes")

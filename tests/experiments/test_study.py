@@ -12,7 +12,16 @@ import pytest
 
 from diagnostics.record import RecordError, RunWriter
 from experiments import study as module
-from experiments.config import Frozen, MachineConfig, NormalizerConfig, Positive, RunConfig, TrainingConfig
+from experiments.config import (
+    Computation,
+    Frozen,
+    MachineConfig,
+    MeasuresConfig,
+    NormalizerConfig,
+    Positive,
+    RunConfig,
+    TrainingConfig,
+)
 from experiments.study import Arm, Device, Job, Preset, Study, discover, standing
 
 
@@ -210,3 +219,32 @@ def test_studies_are_found_without_loading_what_is_heavy() -> None:
     code = "import sys, experiments.study as s; s.discover(); print(*sys.modules, sep='\\n')"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "numpy", "pandas", "pyarrow", "matplotlib", "tyro", "rich"} & set(loaded)
+
+
+class Numbers(MeasuresConfig):
+    howmany: int
+
+
+def configure_numbers(fields: Fields, arm: Arm, seed: int, device: Device) -> Computation:
+    return Computation(seed=seed, measures=Numbers(howmany=int(10 * fields.lr)))
+
+
+def test_a_study_that_trains_nothing_has_jobs_that_compute(tmp_path: Path) -> None:
+    def compute(config: object) -> Sequence[object]:
+        return ()
+
+    study = replace(STUDY, configure=configure_numbers, probes=None, compute=compute)
+    one, other = study.jobs(Fields(), range(2), device="cpu", folder=tmp_path)[::2]
+    assert (one.compute, one.probes, one.steps) == (compute, None, 1)
+    assert one.folder.name == f"none-s0-{one.config.id}"
+    assert one.config.id != other.config.id
+    assert standing(one) == "absent"
+    assert one.config.canonical()["measures"] == {"howmany": 1}
+
+
+def test_longer_jobs_go_first_and_training_counts_its_steps(tmp_path: Path) -> None:
+    none, batch = STUDY.jobs(Fields(), range(1), device="cpu", folder=tmp_path)
+    assert none.steps == none.config.training.steps
+    assert (
+        batch.length > none.length > replace(none, config=configure_numbers(Fields(), STUDY.arms[0], 0, "cpu")).length
+    )

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from diagnostics.probe import Probe
-from diagnostics.record import read_status
+from diagnostics.probe import Probe, Rows
+from diagnostics.record import read_run, read_status
 from experiments import run as run_module
-from experiments.config import MLPConfig, NormalizerConfig, RunConfig, TrainingConfig
+from experiments.config import Computation, MeasuresConfig, MLPConfig, NormalizerConfig, RunConfig, TrainingConfig
 from experiments.datasets import Dataset
 from experiments.seeds import Streams
 from experiments.study import Job, Outcome
@@ -199,3 +199,19 @@ def test_no_jobs_and_no_workers(tmp_path: Path) -> None:
     assert sweep([], workers=3) == []
     with pytest.raises(ValueError, match="1 worker or more, got 0"):
         sweep([job(tmp_path, 0)], workers=0)
+
+
+class One(MeasuresConfig):
+    pass
+
+
+def computed(config: Computation) -> Iterator[tuple[int, str, Rows]]:
+    yield 0, "one", Rows("-", {"seed": float(config.seed)})
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_trains_nothing_is_swept_beside_what_trains(tmp_path: Path, workers: int) -> None:
+    config = Computation(seed=4, measures=One())
+    jobs = [job(tmp_path, 1), Job("computed", config, None, tmp_path / "computed", computed)]
+    assert sweep(jobs, workers=workers) == [Outcome("complete"), Outcome("complete")]
+    assert read_run(tmp_path / "computed").value.tolist() == [4.0]

@@ -1,0 +1,173 @@
+"""Vectors of parameters, as the blocks they come in.
+
+A vector over D parameters is a tuple of tensors, one a parameter: a flat copy would cost as much memory again. Sums
+over it are taken piece by piece, small blocks put together (a call a block is what costs in a deep narrow network), in
+the blocks' own type, and in float64 where that overflows or underflows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+Blocks = tuple[Tensor, ...]
+GradientAt = Callable[[Blocks], tuple[Tensor, Blocks]]
+_HALVES = (torch.float16, torch.bfloat16)
+_LARGE = 1 << 14  # numbers from which a block is a piece of its own
+_PIECE = 1 << 18  # numbers that a piece of small blocks holds, at most
+
+
+def as_blocks(vector: Tensor | Sequence[Tensor]) -> Blocks:
+    """One tensor, or a sequence of them, as blocks."""
+    return (vector.detach(),) if isinstance(vector, Tensor) else tuple(block.detach() for block in vector)
+
+
+def flat(blocks: Sequence[Tensor]) -> Tensor:
+    """All blocks as one (D,) vector, a copy."""
+    return torch.cat([block.detach().reshape(-1) for block in blocks])
+
+
+def unflat(vector: Tensor, like: Sequence[Tensor]) -> Blocks:
+    """(D,) as blocks of the shapes of ``like``: views, not copies."""
+    parts = torch.split(vector, [block.numel() for block in like])
+    return tuple(part.view(block.shape) for part, block in zip(parts, like, strict=True))
+
+
+class Layout:
+    """How blocks of certain shapes are put together to pieces: (n,) tensors that hold their numbers in order.
+
+    A large block is a piece of its own, and shares its memory; small neighbours are copied into one.
+    """
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self._runs: list[tuple[int, int]] = []  # first and one past the last block of each piece
+        first, size = 0, 0
+        for index, block in enumerate(like):
+            length = block.numel()
+            large = length >= _LARGE
+            if index > first and (large or size + length > _PIECE or block.dtype != like[first].dtype):
+                self._runs.append((first, index))
+                first, size = index, 0
+            size += length
+            if large:
+                self._runs.append((index, index + 1))
+                first, size = index + 1, 0
+        if first < len(like):
+            self._runs.append((first, len(like)))
+
+    def pieces(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """The pieces of ``blocks``; half types as float32."""
+        found = []
+        for first, last in self._runs:
+            piece = blocks[first].detach().reshape(-1) if last - first == 1 else _flatten(blocks[first:last])
+            found.append(piece.float() if piece.dtype in _HALVES else piece)
+        return found
+
+    def moved(self, theta: Blocks, theta_pieces: Sequence[Tensor], direction: Sequence[Tensor], by: float) -> Blocks:
+        """``theta + by * direction`` as blocks, from the pieces of both."""
+        found: list[Tensor] = []
+        for (first, last), start, step in zip(self._runs, theta_pieces, direction, strict=True):
+            there = start.add(step, alpha=by)
+            if last - first == 1:
+                found.append(there.to(theta[first].dtype).view(theta[first].shape))
+            else:
+                found += _unflatten_dense_tensors(there.to(theta[first].dtype), theta[first:last])  # type: ignore[no-untyped-call]  # torch types it not
+        return tuple(found)
+
+
+def _flatten(blocks: Sequence[Tensor]) -> Tensor:
+    return cast("Tensor", _flatten_dense_tensors([block.detach() for block in blocks]))  # type: ignore[no-untyped-call]  # torch types it not
+
+
+def pieces(blocks: Sequence[Tensor]) -> list[Tensor]:
+    """The numbers of ``blocks``, as `Layout` puts them together."""
+    return Layout(blocks).pieces(blocks)
+
+
+def moved(theta: Blocks, direction: Blocks, by: float) -> Blocks:
+    """``theta + by * direction``."""
+    return tuple(block.add(step, alpha=by) for block, step in zip(theta, direction, strict=True))
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    total = torch.dot(a, b).item()
+    if abs(total) > 1e-30 and abs(total) < math.inf:
+        return total
+    return torch.dot(a.double(), b.double()).item()
+
+
+def _product(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    return math.fsum(map(_dot, a, b))
+
+
+def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """The inner product of two vectors."""
+    return _product(pieces(a), pieces(b))
+
+
+def norm(blocks: Sequence[Tensor]) -> float:
+    """The Euclidean norm of a vector."""
+    parts = pieces(blocks)
+    return math.sqrt(_product(parts, parts))
+
+
+def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """|b - a|."""
+    return norm([y - x for x, y in zip(a, b, strict=True)])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How a vector ``b`` differs from ``a``.
+
+    Attributes:
+        norm: |a|.
+        distance: |b - a|.
+        relative: |b - a| / |a|; NaN where |a| is 0.
+        cosine: Of the angle between them; NaN where either is 0.
+    """
+
+    norm: float
+    distance: float
+    relative: float
+    cosine: float
+
+
+class Reference:
+    """A vector ``a`` that others are compared with; small blocks are put together once."""
+
+    def __init__(self, a: Sequence[Tensor]) -> None:
+        self.layout = Layout(a)
+        self.pieces = self.layout.pieces(a)
+        self.norm = math.sqrt(_product(self.pieces, self.pieces))
+
+    def compare(self, b: Sequence[Tensor]) -> Comparison:
+        """How ``b`` differs from it."""
+        others = self.layout.pieces(b)
+        squares, along = 0.0, 0.0  # |b - a|^2 and a'(b - a)
+        for x, y in zip(self.pieces, others, strict=True):
+            # Of a large block no whole copy more.
+            for part, other in (
+                ((x, y),) if x.numel() <= _PIECE else zip(torch.split(x, _PIECE), torch.split(y, _PIECE), strict=True)
+            ):
+                difference = other - part
+                squares += _dot(difference, difference)
+                along += _dot(part, difference)
+        distance = math.sqrt(squares)
+        # |b|^2 and a'b follow, unless they are what is left of larger numbers.
+        own = self.norm * self.norm
+        product, square = own + along, own + 2 * along + squares
+        if not square > 0.1 * (own + squares):
+            product, square = _product(self.pieces, others), _product(others, others)
+        length = math.sqrt(square)
+        cosine = product / self.norm / length if self.norm > 0 and length > 0 else math.nan
+        if abs(cosine) > 1:  # by rounding; NaN is left
+            cosine = math.copysign(1.0, cosine)
+        relative = distance / self.norm if self.norm > 0 else math.nan
+        return Comparison(self.norm, distance, relative, cosine)

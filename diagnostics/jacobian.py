@@ -1,0 +1,615 @@
+"""The Jacobian between two layers, as Ioffe & Szegedy (2015, section 3.3) think of it, and its singular values.
+
+Of two consecutive normalized layers with normalized vectors x-hat and z-hat the paper conjectures that J = d z-hat /
+d x-hat has J J^T = I: all singular values 1. N examples run through both; x-hat_i has Q entries, z-hat_i has P. Two
+things are called J, named by ``jacobian`` (in functions: ``mode``):
+
+- ``per_example``: N matrices P x Q, with the batch's (or the population's) statistics held fixed. The statistics then
+  are constants, and example i's output depends on example i alone.
+- ``batch``: one matrix NP x NQ, the derivative of what really is computed. A batch's statistics couple its examples.
+
+With and without batch normalization the same map is measured, ``diag(1/s_out) W diag(g') diag(gain)``, from a layer's
+normalized vector to the next one's: s_out is the standard deviation that the next layer's normalizer divides by, or
+would; ``gain`` is gamma, or without a normalizer the standard deviation over the batch, which is what a normalizer
+would have to give back. With ``form="preactivation"`` it is the map from one normalizer's input to the next one's,
+unscaled.
+
+The identities the tests lean on: J of a product of maps is the product; with BN, wide, at random weights, the mean
+square of J's singular values is E[g'(x)^2] / Var[g(x)] for standard normal x (linear 1, sigmoid 1.0336, tanh 1.1778,
+ReLU pi/(pi-1)); an orthogonal linear layer on white inputs has nothing but ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
+
+from diagnostics import spectrum as of_a_map
+from diagnostics.probe import Rows, Site, StepView, default_name
+from diagnostics.schedules import Schedule, every
+from diagnostics.spectrum import Extremes, MeanSquare, Spectrum, Which
+from diagnostics.taps import Layers, resolve
+
+__all__ = [
+    "Jacobian",
+    "LayerJacobian",
+    "LayerMap",
+    "extreme_values",
+    "layer_jacobians",
+    "mean_squares",
+    "singular_values",
+]
+
+Mode = Literal["per_example", "batch"]
+Form = Literal["normalized", "preactivation"]
+Method = Literal["dense", "matrix_free"]
+LIMIT = 2**30  # bytes
+CHUNK = 64  # rows of the Jacobian that are computed at once
+
+
+class Jacobian:
+    """The derivative of N outputs with respect to N perturbations that are zero, kept as a graph until it is asked.
+
+    Args:
+        perturbation: (N, ...) zeros that require a gradient; Q is an example's size.
+        output: (N, ...) computed from it; P is an example's size.
+        mode: ``per_example`` or ``batch``.
+        examples: How many examples have their Jacobian taken, the first ones; None for all.
+
+    Raises:
+        ValueError: If the output does not depend on the perturbation, the numbers of examples differ, or in
+            ``per_example`` mode one example's output depends on another's input (statistics that are not frozen).
+    """
+
+    def __init__(self, perturbation: Tensor, output: Tensor, mode: Mode, examples: int | None = None) -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode must be 'per_example' or 'batch', got {mode!r}")
+        if perturbation.ndim < 1 or output.ndim < 1 or len(perturbation) != len(output) or not len(output):
+            shapes = tuple(perturbation.shape), tuple(output.shape)
+            raise ValueError(f"examples are dimension 0 of both ends, got shapes {shapes[0]} and {shapes[1]}")
+        self.perturbation, self.output, self.mode = perturbation, output, mode
+        self.count = len(output) if examples is None else min(examples, len(output))
+        self._forward: tuple[Tensor, Tensor] | None = None
+        if mode == "batch" and self.count < len(output):
+            raise ValueError("a batch Jacobian is that of the whole batch: examples means nothing beside it")
+        self._check_dependence()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(P, Q) of one example, or (NP, NQ) of the batch."""
+        rows, columns = self.output[0].numel(), self.perturbation[0].numel()
+        times = len(self.output) if self.mode == "batch" else 1
+        return rows * times, columns * times
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices there are: one an example, or one."""
+        return 1 if self.mode == "batch" else self.count
+
+    @property
+    def bytes(self) -> int:
+        """What the dense matrices, a chunk of rows at full batch and the singular values' workspace take."""
+        rows, columns = self.shape
+        chunk = min(CHUNK, rows) * self.perturbation.numel()
+        return (self.matrices * rows * columns + chunk + rows * columns) * self.output.element_size()
+
+    def dense(self, *, limit: int = LIMIT, chunk: int = CHUNK) -> Tensor:
+        """All matrices: (n, P, Q), or (1, NP, NQ), on the output's device.
+
+        Args:
+            limit: Bytes that may be taken, see `bytes`.
+            chunk: Rows computed at once, by a vectorized backward. 1 is a plain loop, for a network one of whose
+                operations cannot be vectorized.
+
+        Raises:
+            ValueError: If it would take more than ``limit``; says how much, and what takes less.
+        """
+        if self.bytes > limit:
+            raise ValueError(
+                f"{self.matrices} dense Jacobian(s) of {self.shape[0]} x {self.shape[1]} take {self.bytes / 2**20:.0f}"
+                f" MiB, the limit is {limit / 2**20:.0f} MiB: raise limit, take fewer examples, or go matrix-free"
+                " (extreme_values and mean_squares; in a probe method='matrix_free')"
+            )
+        rows, columns = self.shape
+        found = self.output.new_empty((self.matrices, rows, columns))
+        for start in range(0, rows, max(1, chunk)):
+            stop = min(rows, start + max(1, chunk))
+            cotangents = self._cotangents(start, stop)
+            if chunk <= 1:
+                (grad,) = self._vjp(cotangents[0])
+                grads = grad[None]
+            else:
+                (grads,) = self._vjp(cotangents, batched=True)
+            if self.mode == "batch":
+                found[0, start:stop] = grads.reshape(stop - start, columns)
+            else:
+                found[:, start:stop] = grads[:, : self.count].reshape(stop - start, self.count, columns).transpose(0, 1)
+        return found
+
+    def singular_values(self, *, limit: int = LIMIT, chunk: int = CHUNK) -> Spectrum:
+        """Every singular value, (n, K), or (1, K) of the batch Jacobian; arguments as in `dense`."""
+        return of_a_map.spectrum(self.dense(limit=limit, chunk=chunk))
+
+    def product(self, index: int = 0) -> Callable[[Tensor], Tensor]:
+        """V (Q,) -> J v (P,) for the Jacobian number ``index``, by differentiating v -> J^T u once more."""
+
+        def product(vector: Tensor) -> Tensor:
+            dummy, pulled = self._transposed()
+            (found,) = torch.autograd.grad(
+                pulled, dummy, self._embed(vector, self.perturbation, index), retain_graph=True
+            )
+            return self._extract(found, index)
+
+        return product
+
+    def transposed_product(self, index: int = 0) -> Callable[[Tensor], Tensor]:
+        """U (P,) -> J^T u (Q,) for the Jacobian number ``index``."""
+
+        def product(vector: Tensor) -> Tensor:
+            (found,) = self._vjp(self._embed(vector, self.output, index))
+            return self._extract(found, index)
+
+        return product
+
+    def extremes(
+        self,
+        k: int = 1,
+        *,
+        which: Which = "largest",
+        generator: torch.Generator,
+        tolerance: float = 1e-3,
+        max_steps: int = 300,
+    ) -> list[Extremes]:
+        """The k largest or smallest values of each matrix, see `diagnostics.spectrum.extremes`."""
+        return [
+            of_a_map.extremes(
+                self.product(index),
+                self.transposed_product(index),
+                self.shape,
+                k,
+                which=which,
+                generator=generator,
+                tolerance=tolerance,
+                max_steps=max_steps,
+            )
+            for index in range(self.matrices)
+        ]
+
+    def mean_square(self, *, samples: int = 32, generator: torch.Generator) -> list[MeanSquare]:
+        """An estimate for each matrix, see `diagnostics.spectrum.mean_square`."""
+        return [
+            of_a_map.mean_square(self.product(index), self.shape, samples=samples, generator=generator)
+            for index in range(self.matrices)
+        ]
+
+    def _vjp(self, cotangents: Tensor, *, batched: bool = False) -> tuple[Tensor, ...]:
+        grads = torch.autograd.grad(
+            self.output, self.perturbation, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
+        )
+        if grads[0] is None:
+            raise ValueError("the second point does not depend on the first: is their order the network's?")
+        return grads
+
+    def _cotangents(self, start: int, stop: int) -> Tensor:
+        """(stop - start, N, ...) of rows ``start`` to ``stop``; uncoupled, one row of all examples at a time."""
+        size = self.output.numel() if self.mode == "batch" else self.output[0].numel()
+        flat = self.output.new_zeros((stop - start, size))
+        flat[torch.arange(stop - start), torch.arange(start, stop)] = 1
+        if self.mode == "batch":
+            return flat.reshape(stop - start, *self.output.shape)
+        one = flat.reshape(stop - start, 1, *self.output.shape[1:])
+        return one.expand(stop - start, *self.output.shape).contiguous()
+
+    def _transposed(self) -> tuple[Tensor, Tensor]:
+        """A cotangent and J^T of it as a graph, made once: linear, so its derivative is J."""
+        if self._forward is None:
+            dummy = torch.zeros_like(self.output, requires_grad=True)
+            (pulled,) = torch.autograd.grad(self.output, self.perturbation, dummy, create_graph=True)
+            self._forward = dummy, pulled
+        return self._forward
+
+    def _embed(self, vector: Tensor, like: Tensor, index: int) -> Tensor:
+        vector = vector.to(like)
+        if self.mode == "batch":
+            return vector.reshape(like.shape)
+        whole = torch.zeros_like(like)
+        whole[index] = vector.reshape(like.shape[1:])
+        return whole
+
+    def _extract(self, whole: Tensor, index: int) -> Tensor:
+        return whole.reshape(-1) if self.mode == "batch" else whole[index].reshape(-1)
+
+    def _check_dependence(self) -> None:
+        first = torch.zeros_like(self.output)
+        size = first[0].numel()
+        first[0] = torch.linspace(0.5, 1, size, dtype=first.dtype, device=first.device).reshape(first.shape[1:])
+        (grad,) = self._vjp(first)
+        if self.mode == "per_example" and bool((grad[1:].nan_to_num(0, 0, 0) != 0).any()):
+            raise ValueError(
+                "examples are coupled: the first one's output depends on the others' inputs (statistics of the batch"
+                " that are not frozen). Take mode 'batch', or freeze them"
+            )
+
+
+def _graph(apply: Callable[[Tensor], Tensor], x: Tensor, mode: Mode) -> Jacobian:
+    perturbation = torch.zeros_like(x, requires_grad=True)
+    with torch.enable_grad():
+        output = apply(x.detach() + perturbation)
+    return Jacobian(perturbation, output, mode)
+
+
+def singular_values(
+    apply: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    mode: Mode = "per_example",
+    limit: int = LIMIT,
+    chunk: int = CHUNK,
+) -> Spectrum:
+    """Every singular value of the Jacobian of ``apply`` at ``x`` (N, ...), (n, K) by way of dense matrices.
+
+    Args:
+        apply: (N, ...) -> (N, ...); in ``per_example`` mode no example's output may depend on another's input.
+        x: Where.
+        mode: ``per_example`` or ``batch``, see above.
+        limit: Bytes the matrices may take.
+        chunk: Rows at once, see `Jacobian.dense`.
+
+    Raises:
+        ValueError: As `Jacobian` and `Jacobian.dense`.
+    """
+    return _graph(apply, x, mode).singular_values(limit=limit, chunk=chunk)
+
+
+def extreme_values(
+    apply: Callable[[Tensor], Tensor],
+    x: Tensor,
+    k: int = 1,
+    *,
+    mode: Mode = "per_example",
+    which: Which = "largest",
+    generator: torch.Generator,
+    tolerance: float = 1e-3,
+    max_steps: int = 300,
+) -> list[Extremes]:
+    """The ``k`` largest or smallest singular values at ``x`` (N, ...), without the matrix: one result an example.
+
+    Raises:
+        ValueError: As `Jacobian` and `diagnostics.spectrum.extremes`.
+    """
+    found = _graph(apply, x, mode)
+    return found.extremes(k, which=which, generator=generator, tolerance=tolerance, max_steps=max_steps)
+
+
+def mean_squares(
+    apply: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    mode: Mode = "per_example",
+    samples: int = 32,
+    generator: torch.Generator,
+) -> list[MeanSquare]:
+    """|J|_F^2 / K at ``x`` (N, ...) with its standard error, without the matrix: one result an example.
+
+    Raises:
+        ValueError: As `Jacobian` and `diagnostics.spectrum.mean_square`.
+    """
+    return _graph(apply, x, mode).mean_square(samples=samples, generator=generator)
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """The map from one named point of a network to the next, at the examples that were run."""
+
+    source: str
+    target: str
+    jacobian: Jacobian
+    inputs: Tensor  # (N, C, ...) at the source: the normalizer's output, or its input for form "preactivation"
+    outputs: Tensor  # (N, C, ...) at the target's input
+
+
+def layer_jacobians(
+    model: nn.Module,
+    layers: Layers,
+    forward: Callable[[], Any],
+    *,
+    form: Form = "normalized",
+    mode: Mode = "per_example",
+    examples: int | None = None,
+) -> list[LayerMap]:
+    """The maps between consecutive ``layers`` of ``model``, from one call of ``forward``, which must run the model.
+
+    Any two modules will do; consecutive normalizers (or what stands in their place) are what the paper speaks of. The
+    model is in whatever mode it is in: batch normalizations that are training give the batch's statistics, frozen in
+    ``per_example`` mode. It should be guarded (`diagnostics.guard.guard`), or its running statistics move.
+
+    Args:
+        model: Any module.
+        layers: Two modules or more, see `diagnostics.taps.resolve`; in the order in which the model holds them.
+        forward: Runs the model once on the batch.
+        form: ``normalized`` or ``preactivation``, see above.
+        mode: ``per_example`` or ``batch``.
+        examples: How many examples have their Jacobian taken, in ``per_example`` mode; statistics come from all.
+
+    Raises:
+        ValueError: If fewer than two layers are named, one is not run, or a map is undefined (see `Jacobian`).
+        TypeError: If the input or output of a layer is not one floating-point tensor.
+    """
+    if form not in get_args(Form):
+        raise ValueError(f"form must be 'normalized' or 'preactivation', got {form!r}")
+    modules = resolve(model, layers)
+    if len(modules) < 2:
+        raise ValueError(f"a map has two ends: name 2 layers or more, got {', '.join(modules)}")
+    points = [_Point(name, module, form) for name, module in modules.items()]
+    with _hooked(model, points, frozen=mode == "per_example"), torch.enable_grad():
+        forward()
+    for point in points:
+        if point.heard is None:
+            raise ValueError(f"layer {point.name!r} was not run on the batch")
+    found = []
+    for source, target in pairwise(points):
+        assert source.perturbation is not None
+        assert source.inputs is not None
+        assert target.heard is not None
+        output = target.heard if form == "preactivation" else target.normalized(frozen=mode == "per_example")
+        jacobian = Jacobian(source.perturbation, output, mode, examples)
+        found.append(LayerMap(source.name, target.name, jacobian, source.inputs.detach(), target.heard.detach()))
+    return found
+
+
+class _Point:
+    """One end of a map: perturbs what leaves it (or what enters it) and hears what enters it, at its first call."""
+
+    def __init__(self, name: str, module: nn.Module, form: Form) -> None:
+        self.name, self.module, self.form = name, module, form
+        self.heard: Tensor | None = None
+        self.inputs: Tensor | None = None
+        self.perturbation: Tensor | None = None
+
+    def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self.heard is not None:
+            return None
+        value = self._checked(args[0] if args else None, "input")
+        # A copy: what comes next may overwrite the tensor in place, and autograd would follow.
+        self.heard = value.clone()
+        return (self._perturb(value, 1.0), *args[1:]) if self.form == "preactivation" else None
+
+    def after(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Tensor | None:
+        if self.form == "preactivation" or self.perturbation is not None:
+            return None
+        value = self._checked(output, "output")
+        return self._perturb(value, self._gain(value))
+
+    def normalized(self, *, frozen: bool) -> Tensor:
+        """What was heard, by the mean and standard deviation that this point's normalizer takes, or would."""
+        assert self.heard is not None
+        value, module = self.heard, self.module
+        if isinstance(module, _BatchNorm) and not module.training and module.running_var is not None:
+            mean, variance = module.running_mean, module.running_var
+            assert mean is not None
+        else:
+            variance, mean = torch.var_mean(value, dim=_pooled(value), correction=0)
+        if frozen:
+            mean, variance = mean.detach(), variance.detach()
+        epsilon = module.eps if isinstance(module, _BatchNorm) else 0.0
+        return (value - _per_unit(mean, value)) / _per_unit((variance + epsilon).sqrt(), value)
+
+    def _perturb(self, value: Tensor, gain: Tensor | float) -> Tensor:
+        self.inputs = value
+        self.perturbation = torch.zeros_like(value, requires_grad=True)
+        return value + gain * self.perturbation
+
+    def _gain(self, output: Tensor) -> Tensor | float:
+        if isinstance(self.module, _BatchNorm):
+            return 1.0 if self.module.weight is None else _per_unit(self.module.weight.detach(), output)
+        return _per_unit(output.detach().var(dim=_pooled(output), correction=0).sqrt(), output)
+
+    def _checked(self, value: Any, signal: str) -> Tensor:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 2:
+            described = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(
+                f"layer {self.name!r}: its {signal} is no floating-point tensor (N, C, ...), but {described}"
+            )
+        return value
+
+
+@contextmanager
+def _hooked(model: nn.Module, points: Sequence[_Point], *, frozen: bool) -> Iterator[None]:
+    handles: list[RemovableHandle] = []
+    try:
+        if frozen:
+            handles += [module.register_forward_hook(_freeze) for module in model.modules() if _known(module)]
+        for point in points:
+            handles.append(point.module.register_forward_pre_hook(point.before))
+            handles.append(point.module.register_forward_hook(point.after))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _known(module: nn.Module) -> bool:
+    # Its forward, not a subclass's: what another one computes is not ours to write down.
+    return isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
+
+
+def _freeze(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+    """Batch normalization again, with the statistics of its batch as constants."""
+    assert isinstance(module, _BatchNorm)
+    if not module.training and module.running_var is not None:
+        return None
+    value: Tensor = args[0]
+    variance, mean = torch.var_mean(value.detach(), dim=_pooled(value), correction=0)
+    scale = torch.rsqrt(variance + module.eps)
+    normalized = (value - _per_unit(mean, value)) * _per_unit(scale, value)
+    if module.weight is None:
+        return normalized
+    return normalized * _per_unit(module.weight, value) + _per_unit(module.bias, value)
+
+
+def _pooled(value: Tensor) -> tuple[int, ...]:
+    return (0, *range(2, value.ndim))
+
+
+def _per_unit(unit: Tensor, value: Tensor) -> Tensor:
+    return unit.reshape(-1, *(1,) * (value.ndim - 2))
+
+
+class LayerJacobian:
+    """Singular values of the maps between consecutive layers, on a fixed probe batch.
+
+    Per map, under the name of the layer that receives: ``singular_value``, unit k the k-th largest (from 0), the median
+    over examples; and as unit -1 the means over examples of ``rank``, ``spread``, ``mean_square``, ``smallest``,
+    ``largest``, ``distance`` (see `diagnostics.spectrum.Spectrum`), and ``nonfinite``, examples whose Jacobian is not
+    finite and is left out. Matrix-free: the ``k`` largest values and as unit -1 ``largest``, ``residual`` (the worst),
+    ``converged`` (the share of examples), ``mean_square`` and ``mean_square_error``, its standard error.
+
+    Per layer besides, the conjecture's premise: ``effective_dimension`` and ``correlation`` of its vectors over the
+    whole probe batch (`diagnostics.spectrum.effective_dimension`), positions counting as examples.
+
+    Args:
+        layers: Two modules or more, in the model's order: the normalizers, say, or what stands in their place.
+        probe_batch: The examples, in the form the recorder's loss (or the model) takes.
+        form: ``normalized`` or ``preactivation``.
+        jacobian: ``per_example`` or ``batch``.
+        mode: ``batch`` or ``population`` statistics in the normalizers; dropout is off in both.
+        examples: How many examples have their Jacobian taken (the first ones); statistics come from the whole batch.
+            None for all, and for jacobian ``batch`` nothing else.
+        method: ``dense`` or ``matrix_free``.
+        k: Values that are sought matrix-free, 1 to K. Nothing beside ``dense``, which gives all.
+        limit: Bytes that dense matrices may take.
+        seed: Of the random directions of the matrix-free way.
+        when: A schedule, step -> bool.
+        name: The probe's name in the record; ``layer_jacobian.<jacobian>`` by default.
+
+    Raises:
+        ValueError: For an unknown form, jacobian, mode or method; a count that is not positive; ``examples`` beside a
+            batch Jacobian; or a batch Jacobian with population statistics, which couple nothing.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        probe_batch: Any,
+        *,
+        form: Form = "normalized",
+        jacobian: Mode = "per_example",
+        mode: Literal["batch", "population"] = "batch",
+        examples: int | None = 32,
+        method: Method = "dense",
+        k: int = 5,
+        limit: int = LIMIT,
+        seed: int = 0,
+        when: Schedule | None = None,
+        name: str | None = None,
+    ) -> None:
+        for field, value, choices in (
+            ("form", form, get_args(Form)),
+            ("jacobian", jacobian, get_args(Mode)),
+            ("mode", mode, ("batch", "population")),
+            ("method", method, get_args(Method)),
+        ):
+            if value not in choices:
+                raise ValueError(f"{field} must be {' or '.join(map(repr, choices))}, got {value!r}")
+        if jacobian == "batch" and mode == "population":
+            raise ValueError("population statistics couple no examples: take jacobian 'per_example', or mode 'batch'")
+        if jacobian == "batch" and examples is not None:
+            raise ValueError(
+                f"a batch Jacobian is that of the whole batch: examples={examples} means nothing beside it"
+            )
+        for field, count in (("examples", examples), ("k", k), ("limit", limit)):
+            if count is not None and count < 1:
+                raise ValueError(f"{field} must be at least 1, got {count}")
+        self.layers, self.probe_batch = layers, probe_batch
+        self.form: Form = form
+        self.jacobian: Mode = jacobian
+        self.mode, self.examples, self.k, self.limit, self.seed = mode, examples, k, limit, seed
+        self.method: Method = method
+        self.when: Schedule = every(1) if when is None else when
+        self.name = default_name(self, jacobian) if name is None else name
+
+    @property
+    def active(self) -> bool:
+        """It runs forwards of its own."""
+        return True
+
+    def bind(self, site: Site) -> None:
+        """Check that the layers exist.
+
+        Raises:
+            ValueError: If a pattern matches nothing, or there are fewer than two layers.
+        """
+        found = resolve(site.model, self.layers)
+        if len(found) < 2:
+            raise ValueError(f"a map has two ends: name 2 layers or more, got {', '.join(found)}")
+
+    def measure(self, view: StepView) -> Iterable[Rows]:
+        """The maps at theta_t."""
+        mode = view.site.mode_name(self.mode)
+        rows = []
+        with view.at(mode=self.mode) as model:
+            maps = layer_jacobians(
+                model,
+                self.layers,
+                lambda: view.forward(self.probe_batch),
+                form=self.form,
+                mode=self.jacobian,
+                examples=self.examples,
+            )
+            points = {one.source: one.inputs for one in maps} | {maps[-1].target: maps[-1].outputs}
+            for layer, values in points.items():
+                rows.append(Rows(layer, _premise(values), mode=mode))
+            for one in maps:
+                rows += self._dense(one, mode) if self.method == "dense" else self._matrix_free(one, mode)
+        return rows
+
+    def _dense(self, one: LayerMap, mode: str) -> list[Rows]:
+        found = one.jacobian.singular_values(limit=self.limit)
+        finite = ~found.values[:, 0].isnan()
+        kept = Spectrum(found.values[finite].cpu(), found.shape)
+        names = ("rank", "spread", "mean_square", "smallest", "largest", "distance")
+        whole = (
+            {name: _mean(getattr(kept, name)) for name in names} if len(kept.values) else dict.fromkeys(names, math.nan)
+        )
+        whole["nonfinite"] = float((~finite).sum())
+        unknown = torch.full(found.values.shape[1:], math.nan)
+        middle = kept.values.double().median(dim=0).values if len(kept.values) else unknown
+        return [Rows(one.target, {"singular_value": middle.numpy()}, mode=mode), Rows(one.target, whole, mode=mode)]
+
+    def _matrix_free(self, one: LayerMap, mode: str) -> list[Rows]:
+        generator = torch.Generator().manual_seed(self.seed)
+        k = min(self.k, *one.jacobian.shape)
+        found = one.jacobian.extremes(k, generator=generator)
+        squares = one.jacobian.mean_square(generator=generator)
+        values = torch.stack([result.values for result in found])
+        errors = torch.tensor([square.standard_error for square in squares], dtype=torch.float64)
+        whole = {
+            "largest": _mean(values[:, 0]),
+            "residual": float(max(result.residuals.max() for result in found)),
+            "converged": _mean(torch.tensor([float(result.converged) for result in found])),
+            "mean_square": _mean(torch.tensor([square.value for square in squares], dtype=torch.float64)),
+            "mean_square_error": float(errors.square().sum().sqrt() / len(errors)),
+        }
+        middle = values.median(dim=0).values
+        return [Rows(one.target, {"singular_value": middle.numpy()}, mode=mode), Rows(one.target, whole, mode=mode)]
+
+
+def _premise(values: Tensor) -> dict[str, float]:
+    flat = values.movedim(1, -1).reshape(-1, values.shape[1]).cpu()
+    return {
+        "effective_dimension": of_a_map.effective_dimension(flat),
+        "correlation": of_a_map.correlation(flat),
+    }
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean())

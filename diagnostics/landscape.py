@@ -1,0 +1,235 @@
+"""The loss landscape along one direction: how far a gradient may be trusted (Santurkar et al. 2018, section 3.2).
+
+At theta with gradient ``g`` of the step's own batch, P points ``theta - eta_k d``, with d = g or a random direction of
+the same length, and at each, all on that batch and with all parameters moved together:
+
+    loss                  L(theta - eta_k d)                                     loss
+    gradient_difference   |grad L(theta - eta_k d) - g|                          loss / parameter
+    cosine                of the angle between that gradient and g
+    effective_smoothness  gradient_difference / (eta_k |d|), and its maximum     loss / parameter^2
+
+On a quadratic loss with Hessian A the difference is eta |A d| whatever the step, and the smoothness |A d| / |d|: the
+tests lean on that. The level of the smoothness alone proves little: full-batch training brings it to about 2/eta with
+any network (the edge of stability), so eta times smoothness is recorded beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diagnostics._vectors import Blocks, GradientAt, Reference, as_blocks, norm
+from diagnostics.gradients import Chunks, Gradients, Rate, check_mode, check_on, chosen_batch
+from diagnostics.guard import normalizers
+from diagnostics.probe import Rows, Site, StepView, default_name
+from diagnostics.schedules import Schedule, every
+
+__all__ = ["AlongGradient", "Ray", "along_gradient", "random_direction"]
+
+
+@dataclass(frozen=True)
+class Ray:
+    """What was met along one direction, at P step sizes; tensors are (P,) float64.
+
+    Attributes:
+        start_loss: L(theta).
+        gradient_norm: |g| at theta.
+        steps: eta_k.
+        loss: L(theta - eta_k d).
+        gradient_difference: |grad L(theta - eta_k d) - g|.
+        cosine: Between the two gradients; NaN where one is zero.
+        effective_smoothness: gradient_difference / (eta_k |d|).
+    """
+
+    start_loss: float
+    gradient_norm: float
+    steps: Tensor
+    loss: Tensor
+    gradient_difference: Tensor
+    cosine: Tensor
+    effective_smoothness: Tensor
+
+
+def along_gradient(
+    gradient_at: GradientAt,
+    theta: Tensor | Sequence[Tensor],
+    steps: Sequence[float],
+    direction: Tensor | Sequence[Tensor] | None = None,
+) -> Ray:
+    """Walk from ``theta`` against its gradient, or against ``direction``, and look around at each of ``steps``.
+
+    Memory: three copies of the parameters, and what ``gradient_at`` needs.
+
+    Args:
+        gradient_at: Blocks (a tuple of tensors of the shapes of ``theta``) -> (loss, gradient in blocks).
+        theta: One tensor or a sequence of them; not written to.
+        steps: eta_k, positive and finite.
+        direction: In the form of ``theta``, walked at the gradient's length whatever its own; by default the gradient.
+
+    Raises:
+        ValueError: If ``steps`` is empty or one is not positive and finite, if the shapes of ``direction`` differ, or
+            if the gradient, or the direction, is zero.
+    """
+    grid = check_steps(steps)
+    blocks = as_blocks(theta)
+    loss, gradient = gradient_at(blocks)
+    reference = Reference(gradient)
+    if reference.norm == 0:
+        raise ValueError("the gradient is zero: there is no direction to walk along")
+    along, stretch = reference.pieces, 1.0
+    if direction is not None:
+        other = as_blocks(direction)
+        if [part.shape for part in other] != [part.shape for part in blocks]:
+            raise ValueError("direction must have the shapes of theta")
+        along, length = reference.layout.pieces(other), norm(other)
+        if length == 0:
+            raise ValueError("the direction is zero")
+        stretch = reference.norm / length
+    start = reference.layout.pieces(blocks)
+    losses, differences, cosines = [], [], []
+    for step in grid:
+        there, seen = gradient_at(reference.layout.moved(blocks, start, along, -step * stretch))
+        apart = reference.compare(seen)
+        del seen
+        losses.append(float(there))
+        differences.append(apart.distance)
+        cosines.append(apart.cosine)
+
+    def table(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    return Ray(
+        start_loss=float(loss),
+        gradient_norm=reference.norm,
+        steps=table(grid),
+        loss=table(losses),
+        gradient_difference=table(differences),
+        cosine=table(cosines),
+        effective_smoothness=table(differences) / (table(grid) * reference.norm),
+    )
+
+
+def random_direction(like: Sequence[Tensor], generator: torch.Generator) -> Blocks:
+    """A direction of the shapes of ``like``, uniform over all, drawn on the CPU; its length is no matter."""
+    return tuple(torch.randn(part.shape, generator=generator, dtype=part.dtype).to(part.device) for part in like)
+
+
+def check_steps(steps: Sequence[float]) -> tuple[float, ...]:
+    """Step sizes as floats.
+
+    Raises:
+        ValueError: If there are none or one is not positive and finite.
+    """
+    grid = tuple(float(step) for step in steps)
+    if not grid:
+        raise ValueError("steps is empty: there is no point to look at")
+    wrong = [step for step in grid if not 0 < step < math.inf]
+    if wrong:
+        raise ValueError(f"steps must be positive and finite, got {wrong[0]}")
+    return grid
+
+
+class AlongGradient:
+    """The landscape along the gradient of the step's batch, at theta_t, see this module's definitions.
+
+    For the whole network (layer ``-``) it writes, with unit k for the k-th step, ``eta``, ``loss``,
+    ``gradient_difference``, ``cosine``, ``effective_smoothness`` and ``eta_times_smoothness``; with unit -1 the maxima
+    over the steps of the last two, ``start_loss`` L(theta_t) and ``gradient_norm``. ``eta_times_smoothness`` is the
+    *training's* step size times the smoothness; where that is not one number it is left out, with a warning.
+
+    Args:
+        steps: The grid eta_k. Choose one whose smallest is not half the training's step size: 1/eta_min and 2/eta, the
+            level at which training ends, would be one number.
+        direction: ``gradient``, or ``random``: of the gradient's length, drawn from ``seed`` and the step.
+        on: ``"batch"``, the step's own; or a fixed batch, in the form the recorder's loss takes.
+        learning_rate: The training's step size; by default that of the optimizer handed to the recorder.
+        mode: ``step`` (flags as they are), ``batch`` or ``population``.
+        chunks: Stream the examples.
+        seed: Of the random direction.
+        when: A schedule, step -> bool.
+        name: The probe's name in the record; ``along_gradient.<direction>`` by default.
+
+    Raises:
+        ValueError: If ``steps`` is empty or one is not positive and finite, the learning rate is negative, or
+            ``direction``, ``mode`` or ``on`` is unknown.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[float],
+        direction: Literal["gradient", "random"] = "gradient",
+        *,
+        on: Any = "batch",
+        learning_rate: float | None = None,
+        mode: str = "step",
+        chunks: Chunks | None = None,
+        seed: int = 0,
+        when: Schedule | None = None,
+        name: str | None = None,
+    ) -> None:
+        if direction not in ("gradient", "random"):
+            raise ValueError(f"direction must be 'gradient' or 'random', got {direction!r}")
+        self.steps = check_steps(steps)
+        self.direction = direction
+        self.on = check_on(on)
+        self.learning_rate = learning_rate
+        self.mode = check_mode(mode)
+        self.chunks = chunks
+        self.seed = seed
+        self.when: Schedule = every(1) if when is None else when
+        self.name = default_name(self, direction) if name is None else name
+        self._rate = Rate(learning_rate)
+        self._checked = False
+        self._held: list[nn.Module] | None = None
+
+    @property
+    def active(self) -> bool:
+        """It runs forwards and backwards of its own."""
+        return True
+
+    def bind(self, site: Site) -> None:
+        """Nothing to resolve: it is about the whole network.
+
+        Raises:
+            ValueError: If the recorder was given no loss.
+        """
+        if site.loss is None:
+            raise ValueError(f"{self.name} differentiates the loss: give the recorder loss=loss_fn")
+        self._checked = False
+        self._held = normalizers(site.model)
+
+    def measure(self, view: StepView) -> Iterable[Rows]:
+        """Walk from theta_t."""
+        with Gradients.of_view(view, chosen_batch(self.on, view), mode=self.mode, chunks=self.chunks) as at:
+            if not self._checked:
+                at.check()
+                self._checked = True
+            direction = None
+            if self.direction == "random":
+                entropy = np.random.SeedSequence((self.seed, view.step)).generate_state(1, np.uint32)
+                direction = random_direction(at.theta, torch.Generator().manual_seed(int(entropy[0])))
+            ray = along_gradient(at, at.theta, self.steps, direction)
+        points = {
+            "eta": ray.steps,
+            "loss": ray.loss,
+            "gradient_difference": ray.gradient_difference,
+            "cosine": ray.cosine,
+            "effective_smoothness": ray.effective_smoothness,
+        }
+        whole = {"start_loss": ray.start_loss, "gradient_norm": ray.gradient_norm}
+        whole["effective_smoothness"] = float(ray.effective_smoothness.max())
+        rate = self._rate.at(view, self.name, "eta_times_smoothness")
+        if rate is not None:
+            points["eta_times_smoothness"] = rate * ray.effective_smoothness
+            whole["eta_times_smoothness"] = rate * whole["effective_smoothness"]
+        mode = view.site.mode_name(self.mode, self._held)
+        return [
+            Rows("-", {name: value.numpy() for name, value in points.items()}, mode=mode),
+            Rows("-", whole, mode=mode),
+        ]

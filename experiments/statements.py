@@ -1,0 +1,137 @@
+"""The statements of the two papers that can be checked to the last digit: the claim, its place, the bound to keep.
+
+Words and bounds only, fixed before anything is computed (they are part of a run's configuration, and so of its
+address); `experiments.identities` holds the computation of the same name. A *residual* is relative: how far the two
+sides of an identity are apart, or by how much an inequality is exceeded (negative where it holds with room), the worst
+of all random cases; where a claim is about a mean it is the number of standard errors. ``expected`` says whether the
+residual should keep the bound: where a source's printed form is false, it should not, and the corrected form beside it
+should.
+
+Notation: y = Wx of one unit over a batch of m, y-hat normalized with epsilon 0 and biased variance sigma^2, z = gamma
+y-hat + beta; g and H gradient and Hessian of the loss with respect to z; L-hat the loss as a function of y.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from experiments.config import Frozen
+
+__all__ = ["STATEMENTS", "Statement"]
+
+BN: Final = "Ioffe & Szegedy 2015"
+SANTURKAR: Final = "Santurkar et al. 2018"
+EXACT: Final = 1e-10  # of double precision's 1e-16, after sums over hundreds of terms and one or two derivatives
+SIGMAS: Final = 4.5  # standard errors: exceeded by chance once in 150,000 times
+
+
+class Statement(Frozen):
+    """One claim, its source, and what its residual is held to."""
+
+    name: str
+    source: str
+    claim: str
+    bound: float = EXACT
+    expected: Literal["holds", "fails"] = "holds"
+
+
+def _statement(
+    name: str, source: str, claim: str, bound: float = EXACT, expected: Literal["holds", "fails"] = "holds"
+) -> Statement:
+    return Statement(name=name, source=source, claim=claim, bound=bound, expected=expected)
+
+
+STATEMENTS: Final = (
+    # --- the transform and its gradient
+    _statement("gradient", f"{BN}, section 3", "the printed gradient, on three paths, is autograd's"),
+    _statement("gradient_without_direct", f"{BN}, section 3", "it is without its direct path", expected="fails"),
+    _statement(
+        "gradient_without_variance", f"{BN}, section 3", "it is without its path through the variance", expected="fails"
+    ),
+    _statement(
+        "gradient_without_mean", f"{BN}, section 3", "it is without its path through the mean", expected="fails"
+    ),
+    _statement("identity_recovery", f"{BN}, section 3", "gamma = sd, beta = mean give x back (epsilon 0)"),
+    _statement(
+        "identity_recovery_epsilon",
+        f"{BN}, section 3",
+        "with epsilon they give mean + (x - mean) / sqrt(1 + epsilon/variance)",
+    ),
+    _statement("constant_bias", f"{BN}, section 3.2", "BN(Wu + b) = BN(Wu): a constant bias is annihilated"),
+    _statement("positions", f"{BN}, section 3.2", "a convolution's statistics are those of all positions as examples"),
+    _statement("population", f"{BN}, Algorithm 2", "E = mean of batch means, Var = m/(m-1) times that of variances"),
+    _statement("unbiased", f"{BN}, Algorithm 2", "m/(m-1) makes the variance unbiased (standard errors)", SIGMAS),
+    _statement("fold", f"{BN}, Algorithm 2", "in inference BN is one linear map, and folds into the layer before"),
+    # --- scale
+    _statement("scale_output", f"{BN}, section 3.3", "BN((aW)u) = BN(Wu), a > 0"),
+    _statement("scale_output_any", f"{BN}, section 3.3", "the same for any scalar a, as printed", expected="fails"),
+    _statement("scale_output_sign", f"{BN}, section 3.3", "corrected: BN((aW)u) = sign(a) BN(Wu), beta aside"),
+    _statement("scale_du", f"{BN}, section 3.3", "dBN((aW)u)/du = dBN(Wu)/du, a > 0"),
+    _statement("scale_dw", f"{BN}, section 3.3", "dBN((aW)u)/d(aW) = (1/a) dBN(Wu)/dW, a > 0"),
+    _statement("scale_epsilon", f"{BN}, section 3.3", "with epsilon: BN_e((aW)u) = BN_(e/a^2)(Wu)"),
+    _statement("radial", f"{BN}, section 3.3", "the gradient has no part along the weights: <W, dl/dW> = 0"),
+    _statement("inverse_norm", f"{BN}, section 3.3", "|dl/dw| |w| is the same at every scale of w"),
+    _statement("effective_rate", f"{BN}, section 3.3", "a step at (aw, a^2 eta) is a times the step at (w, eta)"),
+    # --- the batch
+    _statement("coupling", f"{BN}, section 3", "one example changed moves every output of its batch"),
+    _statement("coupling_share", f"{BN}, section 3", "2/(m+1) of |J|_F^2 across examples (standard errors)", SIGMAS),
+    _statement("batch_of_two", f"{BN}, section 3", "at m = 2 the Jacobian vanishes (epsilon 0)"),
+    _statement("batch_of_one", f"{BN}, section 3", "at m = 1 there is no variance: refused, saying so"),
+    # --- Santurkar et al.
+    _statement("fact_c1", f"{SANTURKAR}, Fact C.1", "dL/dy = gamma/(m sigma) (m g - sum g - y-hat sum g y-hat)"),
+    _statement(
+        "theorem_4_1",
+        f"{SANTURKAR}, Theorem 4.1",
+        "|dL-hat/dy|^2 = gamma^2/sigma^2 (|g|^2 - <1,g>^2/m - <g,y-hat>^2/m), g at z: an equality",
+    ),
+    _statement("theorem_4_1_at_y", f"{SANTURKAR}, Theorem 4.1", "the bound with g taken at y", expected="fails"),
+    _statement(
+        "theorem_4_2",
+        f"{SANTURKAR}, Theorem 4.2",
+        "d'H-hat d = gamma^2/sigma^2 d'Hd - gamma/(m sigma^2) <g,y-hat> |d|^2, d = dL-hat/dy, at z: an equality",
+        1e-8,
+    ),
+    _statement("theorem_4_2_at_y", f"{SANTURKAR}, Theorem 4.2", "the bound with g, H taken at y", expected="fails"),
+    _statement("observation_4_3", f"{SANTURKAR}, Observation 4.3", "gamma = sd, beta = mean: z = y, gradient smaller"),
+    _statement(
+        "theorem_4_4",
+        f"{SANTURKAR}, Theorem 4.4",
+        "as printed, g_j = max |dL/dW|^2 squared once more, at X = lambda orthogonal",
+        expected="fails",
+    ),
+    _statement(
+        "theorem_4_4_proof",
+        f"{SANTURKAR}, Theorem 4.4",
+        "as its proof reads, g_j^2 = max |dL/dW|^2, at X = lambda orthogonal",
+        expected="fails",
+    ),
+    _statement(
+        "theorem_4_4_corrected",
+        f"{SANTURKAR}, Theorem 4.4",
+        "corrected, any X: |dL-hat/dW|^2 <= |X|^2 gamma^2/sigma^2 (|g|^2 - m mu_g^2 - <g,y-hat>^2/m)",
+    ),
+    _statement("theorem_4_4_equality", f"{SANTURKAR}, Theorem 4.4", "the corrected form at X = lambda orthogonal"),
+    _statement(
+        "corollary_c1",
+        f"{SANTURKAR}, Corollary C.1",
+        "as printed, each side's own gradient, H positive semidefinite, maxima over X exact at given y",
+        expected="fails",
+    ),
+    _statement(
+        "corollary_c1_same",
+        f"{SANTURKAR}, Corollary C.1",
+        "the same with one direction d = dL-hat/dy on both sides, as in Theorem 4.2",
+        expected="fails",
+    ),
+    _statement(
+        "corollary_c1_orthogonal",
+        f"{SANTURKAR}, Corollary C.1",
+        "corrected, at X = lambda orthogonal: lambda^4 times Theorem 4.2, an equality",
+        1e-8,
+    ),
+    _statement(
+        "lemma_4_5",
+        f"{SANTURKAR}, Lemma 4.5",
+        "|w - k w*|^2 = |w - w*|^2 - (|w*|^2 - <w*,w>)^2 / |w*|^2 at the best k: an identity, of either sign",
+    ),
+)

@@ -1,0 +1,574 @@
+"""Layer Jacobians: against autograd, differences and theory, between any two modules, in both modes."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diagnostics import LayerJacobian, Recorder, every, read_run
+from diagnostics.guard import guard, set_mode
+from diagnostics.jacobian import Jacobian, extreme_values, layer_jacobians, mean_squares, singular_values
+from diagnostics.probe import ProbeError
+from diagnostics.spectrum import correlation, effective_dimension
+from tests.models import awkward, awkward_batches, cross_entropy, seed_everything
+from tests.reference import jacobian as slow
+
+FIXED = awkward_batches(1, seed=7, size=12)[0]
+PROBES = [
+    lambda: LayerJacobian(["norm1", "again", "out"], FIXED, examples=3),
+    lambda: LayerJacobian(["norm", "norm1"], FIXED, jacobian="batch", examples=None, form="preactivation"),
+    lambda: LayerJacobian(["norm", "norm1"], FIXED, mode="population", method="matrix_free", k=2, examples=2),
+]
+STATISTICS = ("rank", "spread", "mean_square", "smallest", "largest", "distance")
+
+
+def rng(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=rng(seed), dtype=dtype)
+
+
+def two_layers(seed=0, width=5):
+    first, second = randn(width, 4, seed=seed), randn(3, width, seed=seed + 1)
+    return lambda x: torch.tanh(torch.sigmoid(x @ first.T) @ second.T)
+
+
+def coupled(x):
+    """Batch normalization, written out."""
+    return (x - x.mean(0)) / x.var(0, correction=0).sqrt()
+
+
+def each(apply, x):
+    """(N, P, Q) by autograd, an example at a time."""
+    return torch.stack([torch.autograd.functional.jacobian(lambda v: apply(v[None])[0], one) for one in x])
+
+
+# --- of a function
+
+
+def test_dense_jacobians_are_autograds_and_those_of_differences():
+    apply, x = two_layers(), randn(6, 4, seed=9)
+    found = singular_values(apply, x)
+    assert found.shape == (3, 4)
+    wanted = each(apply, x)
+    assert torch.allclose(found.values, torch.linalg.svdvals(wanted), atol=1e-12)
+    by_differences = slow.by_differences(apply, x).reshape(6, 3, 6, 4)
+    for i in range(6):
+        assert np.abs(by_differences[i, :, i] - wanted[i].numpy()).max() < 1e-8
+
+
+def test_the_batch_jacobian_is_the_whole_derivative():
+    x = randn(5, 3)
+    found = singular_values(coupled, x, mode="batch")
+    assert found.shape == (15, 15)
+    wanted = np.linalg.svd(slow.by_differences(coupled, x), compute_uv=False)
+    assert found.values[0].numpy() == pytest.approx(wanted, abs=1e-8)
+    assert float(found.rank) == 9  # a unit's batch loses two directions, the constant and the normalized vector itself
+
+
+def test_coupled_examples_are_refused_where_each_is_to_stand_alone():
+    with pytest.raises(ValueError, match="examples are coupled"):
+        singular_values(coupled, randn(5, 3))
+
+
+@pytest.mark.parametrize("mode", ["per_example", "batch"])
+@pytest.mark.parametrize("chunk", [1, 2, 64])
+def test_the_number_of_rows_at_once_changes_nothing(mode, chunk):
+    apply, x = two_layers(), randn(3, 4)
+    usual, cut = (singular_values(apply, x, mode=mode, chunk=c).values for c in (64, chunk))
+    assert torch.allclose(usual, cut, atol=1e-14)
+
+
+def test_rows_at_once_are_as_many_as_asked_for():
+    apply, x, asked = two_layers(), randn(3, 4), []
+
+    class Spy(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(v):
+            return v.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, grad):
+            asked.append(grad.shape)
+            return grad
+
+    for chunk, calls in ((1, 3), (2, 2), (3, 1)):
+        asked.clear()
+        singular_values(lambda v: apply(Spy.apply(v)), x, chunk=chunk)
+        assert len(asked) == calls + 1, chunk  # and one to see whether examples are coupled
+
+
+def test_the_jacobian_of_two_maps_is_the_product_of_theirs():
+    first, second = randn(4, 4), randn(4, 4, seed=1)
+    x = randn(3, 4, seed=2)
+    inner, outer = (lambda v: torch.tanh(v @ first.T)), (lambda v: torch.sigmoid(v @ second.T))
+
+    def of(apply, at):
+        perturbation = torch.zeros_like(at, requires_grad=True)
+        return Jacobian(perturbation, apply(at + perturbation), "per_example").dense()
+
+    product = of(outer, inner(x)) @ of(inner, x)
+    assert torch.allclose(of(lambda v: outer(inner(v)), x), product, atol=1e-14)
+
+
+def test_an_orthogonal_layer_has_nothing_but_ones_and_a_scaled_one_its_scale():
+    weight = torch.linalg.qr(randn(20, 20))[0]
+    for scale in (1.0, 2.5):
+        found = singular_values(lambda v, s=scale: s * v @ weight.T, randn(2, 20))
+        assert torch.allclose(found.values, torch.full((2, 20), scale, dtype=torch.float64))
+        assert found.spread.tolist() == pytest.approx([0, 0], abs=1e-12)
+
+
+def test_convolutions_are_matrices_of_their_flattened_ends():
+    conv = nn.Conv2d(2, 3, 3, stride=2, dtype=torch.float64)
+    x = randn(2, 2, 5, 5)
+    with torch.no_grad():
+        found = singular_values(conv, x)
+    assert found.shape == (3 * 4, 2 * 25)
+    wanted = each(conv, x).reshape(2, 12, 50)
+    assert torch.allclose(found.values, torch.linalg.svdvals(wanted), atol=1e-12)
+
+
+def test_memory_is_said_before_it_is_taken():
+    x = randn(3, 4)
+    perturbation = torch.zeros_like(x, requires_grad=True)
+    jacobian = Jacobian(perturbation, two_layers()(x + perturbation), "per_example")
+    assert (jacobian.shape, jacobian.matrices) == ((3, 4), 3)
+    assert jacobian.bytes == (3 * 3 * 4 + 3 * 3 * 4 + 3 * 4) * 8
+    jacobian.dense(limit=jacobian.bytes)
+    with pytest.raises(ValueError, match=r"dense Jacobian\(s\) of 3 x 4 take .* MiB.*matrix-free"):
+        jacobian.dense(limit=jacobian.bytes - 1)
+    with pytest.raises(ValueError, match="extreme_values"):
+        singular_values(two_layers(), x, limit=100)
+
+
+def test_memory_that_is_taken_is_what_was_said(monkeypatch):
+    taken = []
+    kept = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *a: taken.append(a[0]) or kept(self, *a))
+    with pytest.raises(ValueError, match="limit"):
+        singular_values(lambda v: v, randn(1, 30), limit=1000)
+    assert not taken
+
+
+@pytest.mark.parametrize("mode", ["per_example", "batch"])
+def test_the_matrix_free_way_agrees_with_the_dense_one(mode):
+    weight, x = randn(12, 15), randn(4, 15, seed=1)
+    apply = (lambda v: coupled(torch.tanh(v @ weight.T))) if mode == "batch" else (lambda v: torch.tanh(v @ weight.T))
+    dense = singular_values(apply, x, mode=mode)
+    options = {"mode": mode, "generator": rng(), "tolerance": 1e-9}
+    largest = extreme_values(apply, x, 3, **options)
+    assert len(largest) == (1 if mode == "batch" else 4)
+    for found, wanted in zip(largest, dense.values, strict=True):
+        assert found.converged
+        assert found.values.tolist() == pytest.approx(wanted[:3].tolist(), rel=1e-8)
+    for found, wanted in zip(extreme_values(apply, x, 2, which="smallest", **options), dense.values, strict=True):
+        assert found.values.tolist() == pytest.approx(wanted[-2:].tolist(), abs=1e-7)
+    squares = mean_squares(apply, x, mode=mode, samples=400, generator=rng(1))
+    for square, wanted in zip(squares, dense.mean_square, strict=True):
+        assert square.samples == 400
+        assert abs(square.value - float(wanted)) < 4 * square.standard_error
+        assert square.standard_error < 0.1 * float(wanted)
+
+
+def test_matrix_free_options_are_heeded():
+    weight, x = randn(60, 60), randn(1, 60, seed=1)
+    ask = {"generator": rng()}
+    (loose,) = extreme_values(lambda v: v @ weight.T, x, 2, tolerance=0.3, **ask)
+    (tight,) = extreme_values(lambda v: v @ weight.T, x, 2, tolerance=1e-8, **ask)
+    (short,) = extreme_values(lambda v: v @ weight.T, x, 2, tolerance=1e-8, max_steps=5, **ask)
+    assert loose.steps < tight.steps
+    assert (short.steps, short.converged) == (5, False)
+
+
+def test_ends_that_do_not_belong_together_are_refused():
+    x = randn(3, 4)
+    perturbation = torch.zeros_like(x, requires_grad=True)
+    with pytest.raises(ValueError, match="does not depend on the first"):
+        Jacobian(perturbation, (x * x).requires_grad_(), "per_example")
+    with pytest.raises(ValueError, match=r"shapes \(3, 4\) and \(2, 4\)"):
+        Jacobian(perturbation, perturbation[:2], "batch")
+    with pytest.raises(ValueError, match="'per_example' or 'batch', got 'each'"):
+        singular_values(two_layers(), x, mode="each")
+    with pytest.raises(ValueError, match="examples means nothing"):
+        Jacobian(perturbation, perturbation * 2, "batch", 2)
+
+
+# --- of a network
+
+
+def net(bn=True, width=6, activation=nn.Tanh, depth=3, seed=0, weight=None, affine=True):
+    """Linear, normalizer, nonlinearity, over and over; float64."""
+    generator = rng(seed)
+    layers = []
+    for _ in range(depth):
+        linear = nn.Linear(width, width, bias=not bn, dtype=torch.float64)
+        with torch.no_grad():
+            drawn = torch.randn(width, width, generator=generator, dtype=torch.float64)
+            linear.weight.copy_(drawn / math.sqrt(width) if weight is None else weight(drawn))
+        norm = nn.BatchNorm1d(width, affine=affine, dtype=torch.float64) if bn else nn.Identity()
+        if bn and affine:
+            with torch.no_grad():
+                norm.weight.copy_(0.5 + torch.rand(width, generator=generator, dtype=torch.float64))
+                norm.bias.copy_(torch.randn(width, generator=generator, dtype=torch.float64))
+        layers.append(nn.Sequential(linear, norm, activation()))
+    return nn.Sequential(*layers)
+
+
+NORMS = ["0.1", "1.1", "2.1"]
+
+
+def maps(model, x, layers=NORMS, mode="batch", **options):
+    with guard(model):
+        set_mode(model, mode)
+        return layer_jacobians(model, layers, lambda: model(x), **options)
+
+
+def by_hand(model, x, k, bn=True):
+    """diag(1/s_out) W diag(g') diag(gain) from layer k to the next, with the batch's statistics. (N, P, Q)"""
+    with torch.no_grad():
+        inner = x
+        for index in range(k):
+            inner = model[index](inner)
+        u = model[k][1](model[k][0](inner))
+        gain = model[k][1].weight if bn else u.std(0, correction=0)
+        slope = 1 - torch.tanh(u) ** 2
+        a = model[k + 1][0](torch.tanh(u))
+        s = (a.var(0, correction=0) + (model[k + 1][1].eps if bn else 0)).sqrt()
+        return model[k + 1][0].weight[None] * (slope * gain)[:, None, :] / s[None, :, None]
+
+
+@pytest.mark.parametrize("bn", [True, False])
+def test_between_normalized_vectors_it_is_the_map_written_out(bn):
+    model, x = net(bn), randn(20, 6, seed=3)
+    found = maps(model, x)
+    assert [(one.source, one.target) for one in found] == [("0.1", "1.1"), ("1.1", "2.1")]
+    with guard(model):
+        set_mode(model, "batch")
+        for k, one in enumerate(found):
+            assert torch.allclose(one.jacobian.dense(), by_hand(model, x, k, bn), atol=1e-12)
+
+
+def test_the_numbers_of_a_plain_net_do_not_change_when_its_scale_does():
+    """Both nets are put into one form: a linear net's map is the same however its weights are scaled."""
+    x = randn(50, 6, seed=3)
+    small, large = (maps(net(False, activation=nn.Identity, weight=lambda w, c=c: c * w), x) for c in (0.1, 10.0))
+    for one, other in zip(small, large, strict=True):
+        assert torch.allclose(one.jacobian.dense(), other.jacobian.dense(), rtol=1e-9)
+
+
+def test_population_statistics_are_taken_where_they_are_asked_for():
+    model, x = net(), randn(20, 6, seed=3)
+    with torch.no_grad():
+        for k in range(3):
+            model[k][1].running_var.copy_(torch.arange(1.0, 7.0))
+            model[k][1].running_mean.copy_(torch.arange(6.0))
+    (found, _) = maps(model, x, mode="population")
+    model.eval()
+    with torch.no_grad():
+        u = model[0][1](model[0][0](x))
+        slope = 1 - torch.tanh(u) ** 2
+    s = (model[1][1].running_var + model[1][1].eps).sqrt()
+    wanted = model[1][0].weight * (slope * model[0][1].weight)[:, None, :] / s[:, None]
+    assert torch.allclose(found.jacobian.dense(), wanted, atol=1e-12)
+
+
+def test_preactivation_maps_go_from_input_to_input_unscaled():
+    model, x = net(), randn(20, 6, seed=3)
+    (found, _) = maps(model, x, form="preactivation")
+    with torch.no_grad():
+        a = model[0][0](x)
+        s = (a.var(0, correction=0) + model[0][1].eps).sqrt()
+        u = model[0][1](a)
+        slope = 1 - torch.tanh(u) ** 2
+        wanted = model[1][0].weight * (slope * model[0][1].weight / s)[:, None, :]
+    assert torch.allclose(found.jacobian.dense(), wanted, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", ["normalized", "preactivation"])
+def test_the_batch_jacobian_of_layers_agrees_with_differences(form):
+    model, x = net(), randn(5, 6, seed=3)
+    model.train()
+    (found, _) = maps(model, x, form=form)
+    assert found.jacobian.mode == "per_example"
+    with guard(model):
+        (whole, _) = layer_jacobians(model, NORMS, lambda: model(x), form=form, mode="batch")
+    a = model[0][0](x).detach()
+    first, second = model[0][1], model[1][1]
+
+    def normal(v, eps):
+        return (v - v.mean(0)) / (v.var(0, correction=0) + eps).sqrt()
+
+    def after(v):
+        return model[1][0](torch.tanh(v)).detach()
+
+    if form == "normalized":
+        start = normal(a, first.eps).detach()
+        wanted = slow.by_differences(lambda v: normal(after(first.weight * v + first.bias), second.eps).detach(), start)
+    else:
+        wanted = slow.by_differences(lambda v: after(first.weight * normal(v, first.eps) + first.bias), a)
+    assert np.abs(whole.jacobian.dense()[0].numpy() - wanted).max() < 1e-7
+
+
+def test_normalizers_in_between_are_frozen_too():
+    """From the first layer to the third: the product of the two maps, where examples are not coupled."""
+    model, x = net(), randn(20, 6, seed=3)
+    first, second = maps(model, x)
+    (whole,) = maps(model, x, layers=["0.1", "2.1"])
+    product = second.jacobian.dense() @ (first.jacobian.dense())
+    # z-hat's own gamma is the gain of the map that starts there
+    assert torch.allclose(whole.jacobian.dense(), product, atol=1e-10)
+
+
+def test_any_two_modules_will_do_and_examples_are_the_first_ones():
+    model, x = net(), randn(20, 6, seed=3)
+    (found,) = maps(model, x, layers=["0.0", "2.0"], form="preactivation", examples=4)
+    assert found.jacobian.dense().shape == (4, 6, 6)
+    with guard(model):
+        set_mode(model, "population")
+        wanted = each(lambda v: model[1](model[0](v)), x[:4])
+    (found,) = maps(model, x, layers=["0.0", "2.0"], form="preactivation", examples=4, mode="population")
+    assert torch.allclose(found.jacobian.dense(), wanted, atol=1e-12)
+
+
+def test_what_is_overwritten_in_place_is_seen_before_that():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(inplace=True), nn.Linear(5, 3), nn.BatchNorm1d(3),
+                          nn.ReLU(inplace=True)).double()  # fmt: skip
+    x = randn(30, 4)
+    (found,) = maps(model, x, layers=["1", "4"])
+    with guard(model), torch.no_grad():
+        set_mode(model, "batch")
+        u = model[1](model[0](x))
+        a = model[3](u.clamp(min=0))
+        s = (a.var(0, correction=0) + model[4].eps).sqrt()
+    wanted = model[3].weight * (u > 0).double()[:, None, :] / s[:, None]
+    assert torch.allclose(found.jacobian.dense(), wanted, atol=1e-12)
+    assert torch.allclose(found.outputs, a)
+    assert torch.allclose(found.inputs, u)
+
+
+@pytest.mark.parametrize(
+    ("activation", "theory"),
+    [(nn.Identity, 1.0), (nn.Sigmoid, 1.0336), (nn.Tanh, 1.1778), (nn.ReLU, math.pi / (math.pi - 1))],
+)
+def test_wide_with_bn_the_mean_square_is_the_slopes_over_the_variance(activation, theory):
+    """E[g'(x)^2] / Var[g(x)]; linear, sigmoid, tanh and ReLU at random weights."""
+    torch.manual_seed(0)
+    width = 512
+    linear = [nn.Linear(width, width, bias=False) for _ in range(2)]
+    for layer in linear:
+        nn.init.normal_(layer.weight, 0, width**-0.5)
+    model = nn.Sequential(linear[0], nn.BatchNorm1d(width), activation(), linear[1], nn.BatchNorm1d(width))
+    x = torch.randn(1024, width)
+    (found,) = maps(model, x, layers=["1", "4"], examples=8)
+    squares = found.jacobian.mean_square(samples=12, generator=rng())
+    values = np.array([one.value for one in squares])
+    assert (
+        abs(values.mean() - theory) < 4 * values.std(ddof=1) / math.sqrt(8) + 0.01 * theory
+    )  # 1%: the width is finite
+    assert values.std(ddof=1) / math.sqrt(8) < 0.03
+
+
+def test_squared_gradients_grow_by_that_factor_a_layer_backwards():
+    torch.manual_seed(0)
+    width, depth = 512, 6
+    layers = []
+    for _ in range(depth):
+        linear = nn.Linear(width, width, bias=False)
+        nn.init.normal_(linear.weight, 0, width**-0.5)
+        layers.append(nn.Sequential(linear, nn.BatchNorm1d(width), nn.ReLU()))
+    x, seen = torch.randn(512, width), []
+    for layer in layers:
+        x = layer[0](x)
+        x = layer[1](x)
+        x.retain_grad()
+        seen.append(x)
+        x = layer[2](x)
+    (x * torch.randn(x.shape)).sum().backward()
+    squares = [float(u.grad.square().mean()) for u in seen]
+    growth = (squares[0] / squares[-1]) ** (1 / (depth - 1))
+    assert growth == pytest.approx(math.pi / (math.pi - 1), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [(["0.1"], "name 2 layers or more, got 0.1"), (["2.1", "0.9"], "no layer matches '0.9'")],
+)
+def test_layers_that_make_no_map_are_refused(layers, message):
+    with pytest.raises(ValueError, match=message):
+        maps(net(), randn(5, 6), layers=layers)
+
+
+def test_a_layer_that_is_not_run_or_comes_first_is_refused():
+    model = net()
+    with pytest.raises(ValueError, match=r"'2.1' was not run"), guard(model):
+        layer_jacobians(model, ["0.1", "2.1"], lambda: model[0](randn(5, 6)))
+
+    def backwards():
+        model[2](randn(5, 6))
+        model[0](randn(5, 6))
+
+    with pytest.raises(ValueError, match="does not depend on the first"), guard(model):
+        layer_jacobians(model, ["0.1", "2.1"], backwards)
+    with pytest.raises(ValueError, match="'normalized' or 'preactivation', got 'raw'"):
+        maps(model, randn(5, 6), form="raw")
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_statistics_that_cannot_be_frozen_are_refused():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("running_mean", torch.zeros(6))
+
+        def forward(self, x):
+            return coupled(x) if self.training else x
+
+    model = net(False)
+    model[1][1] = Own()
+    with pytest.raises(ValueError, match="examples are coupled"):
+        maps(model, randn(5, 6), layers=["0.1", "2.1"])
+
+
+def test_a_layer_without_a_tensor_is_refused():
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair, self.end = Pair(), nn.Identity()
+
+        def forward(self, x):
+            return self.end(self.pair(x)[0])
+
+    with pytest.raises(TypeError, match=r"'pair': its output is no floating-point tensor .* tuple"):
+        maps(Net(), randn(5, 6), layers=["pair", "end"])
+
+
+# --- the probe
+
+
+def record(tmp_path, probe, model, batch=None, **options):
+    with Recorder(model, tmp_path / "run", [probe], **options) as recorder, recorder.step(batch):
+        pass
+    return read_run(tmp_path / "run")
+
+
+def cells(table, layer):
+    rows = table[(table.layer == layer) & (table.unit == -1)]
+    return dict(zip(rows.statistic, rows.value, strict=True))
+
+
+def values(table, layer):
+    rows = table[(table.layer == layer) & (table.statistic == "singular_value")].sort_values("unit")
+    assert rows.unit.tolist() == list(range(len(rows)))
+    return rows.value.to_numpy()
+
+
+@pytest.mark.parametrize("form", ["normalized", "preactivation"])
+@pytest.mark.parametrize("mode", ["batch", "population"])
+def test_the_probe_writes_what_the_maps_say(tmp_path, form, mode):
+    model, x = net(), randn(30, 6, seed=3)
+    table = record(tmp_path, LayerJacobian(NORMS, x, form=form, mode=mode, examples=7), model)
+    assert set(table["mode"]) == {mode}
+    for one in maps(model, x, mode=mode, form=form, examples=7):
+        found, cell = one.jacobian.singular_values(), cells(table, one.target)
+        assert values(table, one.target) == pytest.approx(found.values.median(0).values.numpy())
+        for name in STATISTICS:
+            assert cell[name] == pytest.approx(float(getattr(found, name).mean())), name
+        assert cell["nonfinite"] == 0
+        assert cells(table, one.source)["correlation"] == pytest.approx(correlation(one.inputs))
+        assert cell["effective_dimension"] == pytest.approx(effective_dimension(one.outputs))
+    assert set(cells(table, "0.1")) == {"effective_dimension", "correlation"}
+
+
+def test_the_probe_takes_the_batch_jacobian_where_it_is_asked_to(tmp_path):
+    model, x = net(), randn(6, 6, seed=3)
+    probe = LayerJacobian(NORMS, x, jacobian="batch", examples=None)
+    assert probe.name == "layer_jacobian.batch"
+    table = record(tmp_path, probe, model)
+    with guard(model):
+        set_mode(model, "batch")
+        first = layer_jacobians(model, NORMS, lambda: model(x), mode="batch")[0].jacobian.singular_values()
+    assert values(table, "1.1") == pytest.approx(first.values[0].numpy())
+    assert len(values(table, "1.1")) == 36
+
+
+def test_the_probe_goes_matrix_free(tmp_path):
+    model, x = net(), randn(30, 6, seed=3)
+    probe = LayerJacobian(NORMS, x, method="matrix_free", k=3, examples=4, limit=1, seed=1)
+    table = record(tmp_path, probe, model)
+    (found, _) = (one.jacobian.singular_values() for one in maps(model, x, examples=4))
+    cell = cells(table, "1.1")
+    assert values(table, "1.1") == pytest.approx(found.values[:, :3].median(0).values.numpy(), rel=1e-2)
+    assert cell["converged"] == 1
+    assert cell["residual"] < 2e-3 * cell["largest"]
+    assert abs(cell["mean_square"] - float(found.mean_square.mean())) < 4 * cell["mean_square_error"]
+    other = record(tmp_path / "other", LayerJacobian(NORMS, x, method="matrix_free", k=3, examples=4, seed=2), model)
+    assert cells(other, "1.1")["mean_square"] != cell["mean_square"]
+
+
+def test_the_probe_refuses_what_does_not_fit_and_names_the_other_way(tmp_path):
+    with pytest.raises(ProbeError, match="method='matrix_free'"):
+        record(tmp_path, LayerJacobian(NORMS, randn(8, 6), limit=100), net())
+
+
+def test_a_network_that_is_not_finite_is_recorded(tmp_path):
+    model, x = net(False), randn(8, 6)
+    x[0, 0] = math.inf
+    table = record(tmp_path, LayerJacobian(NORMS, x, mode="population"), model)
+    cell = cells(table, "1.1")
+    assert cell["nonfinite"] == 8  # the scale is that of all examples
+    assert math.isnan(cell["mean_square"])
+    assert np.isnan(values(table, "1.1")).all()
+
+
+def test_positions_count_as_examples_for_the_premise(tmp_path):
+    seed_everything()
+    model = awkward()
+    table = record(tmp_path, LayerJacobian(["norm", "norm1"], FIXED, examples=2), model, FIXED, loss=cross_entropy)
+    with guard(model), torch.no_grad():
+        set_mode(model, "batch")
+        u = model.norm(model.conv(FIXED[0]))
+    flat = u.permute(0, 2, 3, 1).reshape(-1, 4)
+    assert cells(table, "norm")["effective_dimension"] == pytest.approx(effective_dimension(flat), rel=1e-5)
+
+
+def test_when_it_is_due(tmp_path):
+    model, x = net(), randn(8, 6)
+    with Recorder(model, tmp_path / "run", [LayerJacobian(NORMS, x, when=every(2), name="mine")]) as recorder:
+        for _ in range(3):
+            with recorder.step(None):
+                pass
+    table = read_run(tmp_path / "run")
+    assert (set(table.step), set(table.probe)) == ({0, 2}, {"mine"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"form": "raw"}, "form must be"), ({"jacobian": "each"}, "jacobian must be"), ({"mode": "step"}, "mode must be"),
+     ({"method": "svds"}, "method must be"), ({"jacobian": "batch"}, "examples=32 means nothing"),
+     ({"jacobian": "batch", "examples": None, "mode": "population"}, "couple no examples"),
+     ({"examples": 0}, "examples must be at least 1, got 0"), ({"k": 0}, "k must be"), ({"limit": 0}, "limit must be")],
+)  # fmt: skip
+def test_settings_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        LayerJacobian(NORMS, randn(8, 6), **options)
+
+
+def test_one_layer_is_refused_before_training(tmp_path):
+    with pytest.raises(ValueError, match="name 2 layers or more"):
+        Recorder(net(), tmp_path / "run", [LayerJacobian("0.1", randn(8, 6))])

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diagnostics.record import read_run
+from experiments.cli import main
+from experiments.identities import check
+from experiments.run import run
+from experiments.statements import STATEMENTS
+from experiments.studies.theory import STUDY, TheoryFields
+from experiments.study import Job
+
+TINY = {"cases": 2, "draws": 10, "steps": 4}
+
+
+def job(folder: Path, seed: int = 3, **fields: float) -> Job:
+    (one,) = STUDY.jobs(TheoryFields(**(TINY | fields)), [seed], device="cpu", folder=folder)
+    return one
+
+
+def test_a_record_holds_every_statement_and_curve(tmp_path: Path) -> None:
+    one = job(tmp_path)
+    assert run(one, lambda done: None).status == "complete"
+    table = read_run(one.folder)
+    rows = table[table.probe == "statement"].pivot(index="layer", columns="statistic", values="value")
+    assert set(rows.index) == {statement.name for statement in STATEMENTS}
+    for name in ("theorem_4_1_at_y", "scale_dw"):
+        found = check(name, bound=1e-10, cases=2, seed=3)
+        assert rows.loc[name, ["residual", "exceeded", "cases"]].tolist() == [found.residual, found.exceeded, 2]
+    assert {"epsilon", "scale", "coupling", "failure.centred", "failure.scaled", "failure.through"} < set(table.probe)
+    failure = table[(table.probe == "failure.centred") & (table.statistic == "b")]
+    assert failure.sort_values("step").value.tolist() == pytest.approx([0.05 * t for t in range(5)])
+
+
+def test_every_field_and_the_seed_move_the_address(tmp_path: Path) -> None:
+    changed = [{}, {"cases": 3}, {"draws": 11}, {"steps": 5}, {"rate": 0.1}]
+    ids = {job(tmp_path, **fields).config.id for fields in changed} | {job(tmp_path, seed=4).config.id}
+    assert len(ids) == 6
+
+
+def test_fields_are_what_is_computed_with(tmp_path: Path) -> None:
+    one = job(tmp_path, rate=0.2, draws=12)
+    run(one, lambda done: None)
+    table = read_run(one.folder)
+    b = table[(table.probe == "failure.centred") & (table.statistic == "b") & (table.step == 4)]
+    assert b.value.item() == pytest.approx(0.8)
+    other = job(tmp_path, draws=13)
+    run(other, lambda done: None)
+    shares = [
+        t[(t.probe == "coupling") & (t.statistic == "share")].value.tolist() for t in (table, read_run(other.folder))
+    ]
+    assert shares[0] != shares[1]
+
+
+def test_the_command_draws_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["theory", "--preset", "smoke", "--out", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"28 of {len(STATEMENTS)} statements hold, 10 false forms" in said
+    assert "NOT AS EXPECTED" not in said
+    for name in ("theory", "theory_epsilon", "theory_scale", "theory_failure", "theory_coupling"):
+        for suffix in ("png", "pdf", "csv"):
+            assert (tmp_path / "theory" / f"{name}.{suffix}").stat().st_size > 100
