@@ -277,8 +277,8 @@ def _caption(study: Study, ridges: pd.DataFrame) -> str:
     return (
         f"Above: share of {fixed} fixed training examples classified rightly, every {every} steps, with the noise off "
         f"and running statistics; and, right, of {sample} others with batch statistics and each step's noise, the "
-        f"network that is being trained (the source shows training accuracy). {lines}{diverged} {_DATA[data['name']]}, {net}, "
-        f"{network['activation']}; SGD with learning rate {training['learning_rate']:g}, batches of "
+        f"network that is being trained (the source shows training accuracy). {lines}{diverged} {_DATA[data['name']]}, "
+        f"{net}, {network['activation']}; SGD with learning rate {training['learning_rate']:g}, batches of "
         f"{training['batch']}.\n"
         f"Below: the distribution of one unit's input to the nonlinearity over those {sample} examples, batch "
         f"statistics and noise on, bottom to top = time, seed {study.seeds[0]}; each density is drawn equally tall, "
