@@ -359,6 +359,19 @@ def test_what_is_overwritten_in_place_is_seen_before_that():
     assert torch.allclose(found.inputs, u)
 
 
+def test_a_target_that_overwrites_its_input_is_heard_before_it_does():
+    weight = randn(3, 4)
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 3, bias=False), nn.ReLU(inplace=True)).double()
+    with torch.no_grad():
+        model[1].weight.copy_(weight)
+    x = randn(6, 4, seed=1)
+    (found,) = maps(model, x, layers=["0", "2"])
+    a = x @ weight.T
+    assert torch.allclose(found.outputs, a)
+    wanted = weight * x.std(0, correction=0) / a.std(0, correction=0)[:, None]
+    assert torch.allclose(found.jacobian.dense(), wanted.expand(6, 3, 4))
+
+
 @pytest.mark.parametrize(
     ("activation", "theory"),
     [(nn.Identity, 1.0), (nn.Sigmoid, 1.0336), (nn.Tanh, 1.1778), (nn.ReLU, math.pi / (math.pi - 1))],
