@@ -10,8 +10,10 @@ mean log ratio over seeds, with an interval that holds for every passage between
 (`analysis.statistics.mean_of_intervals`). Where only the slower arm fails to arrive it understates the difference.
 
 *Manipulation.* It passed if noisy BN's drift from one step to the next exceeds the plain network's, and also its own
-sampling floor (95th percentile): the intervals of both differences, paired by seed, lie above 0. Over the steps between
-records the same is asked and shown, and does not decide: the source's metric is from one step to the next.
+sampling floor (95th percentile): the intervals of both differences, paired by seed, lie above 0. A stricter reading,
+that it exceed the plain network's by more than the floor, is shown beside and does not decide: the floor is what an
+unpaired measurement could not tell from nothing, and the drift is paired. Nor does the drift over the steps between
+records: the source's metric is from one step to the next.
 """
 
 from __future__ import annotations
@@ -106,6 +108,7 @@ class Manipulation:
 
     excess: Estimate  # drift from one step to the next: noisy BN - the plain network, in sd
     above_floor: Estimate  # the same: noisy BN - its own floor
+    above_both: Estimate  # the same: noisy BN - the plain network - noisy BN's floor; shown, not judged
     far: Estimate  # drift over the steps between records: noisy BN - the plain network
 
     @property
@@ -118,7 +121,8 @@ class Manipulation:
         """Passed or failed, and by how much."""
         said = (
             f"noisy BN's drift a step minus the plain net's {self.excess.text('+.3f')} sd, minus the sampling floor "
-            f"{self.above_floor.text('+.3f')}"
+            f"{self.above_floor.text('+.3f')}, minus both (a stricter reading, not the rule's) "
+            f"{self.above_both.text('+.3f')}"
         )
         if not self.excess.has_interval:
             return f"Manipulation undecided, no interval: {said}"
@@ -209,7 +213,10 @@ def manipulation(effects: Sequence[Effect]) -> Manipulation:
     """The check, from the arms ``noisy`` and ``none``."""
     noisy, none = by_name(effects)["noisy"], by_name(effects)["none"]
     return Manipulation(
-        _mean_known(noisy.drift - none.drift), _mean_known(noisy.drift - noisy.floor), _mean_known(noisy.far - none.far)
+        excess=_mean_known(noisy.drift - none.drift),
+        above_floor=_mean_known(noisy.drift - noisy.floor),
+        above_both=_mean_known(noisy.drift - none.drift - noisy.floor),
+        far=_mean_known(noisy.far - none.far),
     )
 
 

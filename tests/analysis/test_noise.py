@@ -230,6 +230,7 @@ def test_manipulation_passes_where_noise_drifts_more_than_the_plain_network_and_
     assert check.passed
     assert check.excess.estimate == pytest.approx(0.32)  # layers at half and at one and a half times, on average 1
     assert check.above_floor.estimate == pytest.approx(0.42 - 0.15)
+    assert check.above_both.estimate == pytest.approx(0.32 - 0.15)
     assert check.far.estimate == pytest.approx(0.5 - 0.2)
     half = stats.t.ppf(0.975, 2) * 0.02 / math.sqrt(3)
     assert (check.excess.low, check.excess.high) == pytest.approx((0.32 - half, 0.32 + half))
