@@ -245,7 +245,11 @@ def _draw_ridges(axes: Axes, table: pd.DataFrame, look: style.LineStyle, limits:
 
 def _title(study: Study, effects: Sequence[Effect]) -> str:
     seeds = len(study.seeds)
-    brackets = f"Brackets: 95% Student t over {seeds} seeds, paired" if seeds > 1 else "One seed, no intervals"
+    brackets = (
+        f"Brackets and \N{PLUS-MINUS SIGN}: 95% Student t over {seeds} seeds, paired"
+        if seeds > 1
+        else "One seed, no intervals"
+    )
     return (
         f"Noise after BN: what it did to training. {verdicts(study, effects)} {brackets}; x: ratio of steps,"
         " min(passage, end of training); area: mean height of training accuracy"

@@ -44,7 +44,11 @@ def dose_numbers(effects: Sequence[Effect]) -> pd.DataFrame:
         middle = (1 - _mean(effect.area), 1 - _mean(effect.area_trained))
         rows.append((*common, "all", _mean(effect.drift), median.after, median.estimate, drawn, *middle))
     columns = ["arm", "label", "form", "dose", "seed", "drift", "after", "by", "steps", "error", "error_trained"]
-    return pd.DataFrame(rows, columns=columns)
+    drifts = [values for one in effects for values in zip(one.far, one.start, one.floor, strict=True)]
+    runs = iter(drifts)  # beside what is drawn, the other drifts of each run and its sampling floor
+    further = [next(runs) if row[4] != "all" else ("", "", "") for row in rows]
+    table = pd.DataFrame(rows, columns=columns)
+    return table.assign(**dict(zip(("far", "from_start", "floor"), zip(*further, strict=True), strict=True)))
 
 
 def dose_figure(study: Study, effects: Sequence[Effect], numbers: pd.DataFrame, target: float) -> Figure:

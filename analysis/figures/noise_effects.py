@@ -10,8 +10,10 @@ mean log ratio over seeds, with an interval that holds for every passage between
 (`analysis.statistics.mean_of_intervals`). Where only the slower arm fails to arrive it understates the difference.
 
 *Manipulation.* It passed if noisy BN's drift from one step to the next exceeds the plain network's, and also its own
-sampling floor (95th percentile): the intervals of both differences, paired by seed, lie above 0. Over the steps between
-records the same is asked and shown, and does not decide: the source's metric is from one step to the next.
+sampling floor (95th percentile): the intervals of both differences, paired by seed, lie above 0. A stricter reading,
+that it exceed the plain network's by more than the floor, is shown beside and does not decide: the floor is what an
+unpaired measurement could not tell from nothing, and the drift is paired. Nor does the drift over the steps between
+records: the source's metric is from one step to the next.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ class Effect:
     area_trained: Floats  # (S,)
     drift: Floats  # (S,) from one step to the next, in sd
     far: Floats  # (S,) from one pair of records to the next
+    start: Floats  # (S,) from the first record
     floor: Floats  # (S,) 95th percentile of what random halves of the examples differ by
 
     @property
@@ -105,6 +108,7 @@ class Manipulation:
 
     excess: Estimate  # drift from one step to the next: noisy BN - the plain network, in sd
     above_floor: Estimate  # the same: noisy BN - its own floor
+    above_both: Estimate  # the same: noisy BN - the plain network - noisy BN's floor; shown, not judged
     far: Estimate  # drift over the steps between records: noisy BN - the plain network
 
     @property
@@ -117,7 +121,8 @@ class Manipulation:
         """Passed or failed, and by how much."""
         said = (
             f"noisy BN's drift a step minus the plain net's {self.excess.text('+.3f')} sd, minus the sampling floor "
-            f"{self.above_floor.text('+.3f')}"
+            f"{self.above_floor.text('+.3f')}, minus both (a stricter reading, not the rule's) "
+            f"{self.above_both.text('+.3f')}"
         )
         if not self.excess.has_interval:
             return f"Manipulation undecided, no interval: {said}"
@@ -148,9 +153,9 @@ def _read_effect(study: Study, arm: str, target: float, every: int) -> Effect:
     log = load_records(study, probe="log", statistic=["fixed_accuracy", "test_accuracy"], arm=arm)
     curves, held_out = (_curves(study, log[log["statistic"] == name]) for name in ("fixed_accuracy", "test_accuracy"))
     trained = _curves(study, load_records(study, probe="batch_accuracy", statistic="accuracy", arm=arm))
-    drift = load_records(
-        study, probe="drift.previous", statistic=["mean_shift", "mean_shift_floor95"], unit=-1, arm=arm
-    )
+    moments = ["mean_shift", "mean_shift_floor95"]
+    both = load_records(study, probe=["drift.previous", "drift.start"], statistic=moments, unit=-1, arm=arm)
+    drift, start = (both[both["probe"] == f"drift.{reference}"] for reference in ("previous", "start"))
     floors = drift["statistic"] == "mean_shift_floor95"
     one_step = drift["step"] % every == 1
     return Effect(
@@ -171,6 +176,7 @@ def _read_effect(study: Study, arm: str, target: float, every: int) -> Effect:
         area_trained=_each(runs, trained, _area),
         drift=_per_seed(study, drift[one_step & ~floors]),
         far=_per_seed(study, drift[~one_step & ~floors]),
+        start=_per_seed(study, start),
         floor=_per_seed(study, drift[floors]),
     )
 
@@ -207,7 +213,10 @@ def manipulation(effects: Sequence[Effect]) -> Manipulation:
     """The check, from the arms ``noisy`` and ``none``."""
     noisy, none = by_name(effects)["noisy"], by_name(effects)["none"]
     return Manipulation(
-        _mean_known(noisy.drift - none.drift), _mean_known(noisy.drift - noisy.floor), _mean_known(noisy.far - none.far)
+        excess=_mean_known(noisy.drift - none.drift),
+        above_floor=_mean_known(noisy.drift - noisy.floor),
+        above_both=_mean_known(noisy.drift - none.drift - noisy.floor),
+        far=_mean_known(noisy.far - none.far),
     )
 
 
@@ -278,7 +287,8 @@ def stability_verdict(check: Manipulation, noisy_to_none: Contrast) -> str:
 def table(study: Study, effects: Sequence[Effect], target: float) -> pd.DataFrame:
     """The arms, the source's contrasts, and those of movement; every interval is Student's at 95% over seeds."""
     every = int(study.setting("measures", "every"))
-    columns = ["", f"steps to {target:g}", "area", "area, noise on", "held-out", "drift a step", f"over {every - 1}"]
+    columns = ["", f"steps to {target:g}", "area", "area, noise on", "held-out"]
+    columns += ["drift a step", f"over {every - 1}", "from start"]
     rows = [_effect_row(effect) for effect in effects]
     rows += [_contrast_row(one) for one in chain(source_contrasts(effects), movement(effects))]
     return pd.DataFrame(rows, columns=columns)
@@ -296,9 +306,10 @@ def source_contrasts(effects: Sequence[Effect]) -> tuple[Contrast, ...]:
 
 def _effect_row(effect: Effect) -> tuple[str, ...]:
     passage = median_passage(effect.passages)
-    areas = [_mean_text(values, ".3f", (0.0, 1.0)) for values in (effect.area, effect.area_trained, effect.held_out)]
+    areas = [_mean_text(values, ".3f", ".3f") for values in (effect.area, effect.area_trained, effect.held_out)]
     steps = f"{passage.text()} ({passage.reached} of {passage.n})"
-    return effect.label, steps, *areas, *(_mean_text(values, ".2g", None) for values in (effect.drift, effect.far))
+    drifts = (_mean_text(values, ".2g", ".1g") for values in (effect.drift, effect.far, effect.start))
+    return effect.label, steps, *areas, *drifts
 
 
 def _contrast_row(one: Contrast) -> tuple[str, ...]:
@@ -310,12 +321,16 @@ def _contrast_row(one: Contrast) -> tuple[str, ...]:
     for measure in MEASURES[1:]:
         found: Estimate | None = getattr(one, measure)
         cells.append("a run diverged" if found is None else f"{found.text('+.3f')} {one.outcome(measure)}")
-    return one.name, *cells, "", "", ""
+    return one.name, *cells, *[""] * 4
 
 
-def _mean_text(values: Floats, spec: str, within: tuple[float, float] | None) -> str:
-    lost = int((~np.isfinite(values)).sum())
-    return f"{lost} of {len(values)} diverged" if lost else mean(values, within=within).text(spec)
+def _mean_text(values: Floats, spec: str, doubt: str) -> str:
+    """``0.894 ±0.006``, half of the interval: a row of brackets would not fit a terminal."""
+    if lost := int((~np.isfinite(values)).sum()):
+        return f"{lost} of {len(values)} diverged"
+    found = mean(values)
+    half = f" \N{PLUS-MINUS SIGN}{found.high - found.estimate:{doubt}}" if found.has_interval else ""
+    return f"{found.estimate:{spec}}{half}"
 
 
 def verdicts(study: Study, effects: Sequence[Effect]) -> str:

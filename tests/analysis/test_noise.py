@@ -110,6 +110,8 @@ def record(writer: RunWriter, step: int, layer: str, depth: int, drift: float, f
         size = (drift if step % EVERY == 1 else far) * (depth - 0.5)
         writer.write(step, "drift.previous", layer, {"mean_shift": SHARES * size}, mode=mode)
         writer.write(step, "drift.previous", layer, {"mean_shift": size}, mode=mode)
+    if step and step % EVERY == 0:
+        writer.write(step, "drift.start", layer, {"mean_shift": step / 1000 * depth}, mode=mode)
     if step == 0:
         writer.write(step, "drift.previous", layer, {"mean_shift_floor95": 0.1 * depth}, mode=mode)
     # The network's mean moves by 0.3 in the second step of a pair; this batch lies 0.05 above the other one.
@@ -145,7 +147,8 @@ def test_passages_are_intervals_and_what_never_arrives_is_shown_as_such(tmp_path
     shown, _ = judged(plant(tmp_path, arms()))
     assert cell(shown, "NOISY", "steps to 0.9") == "310-320 (3 of 3)"
     assert cell(shown, "NONE", "steps to 0.9") == ">1000 (0 of 3)"
-    assert cell(shown, "NONE", "held-out") == "0.600 [0.600, 0.600]"
+    assert cell(shown, "NONE", "held-out") == "0.600 ±0.000"
+    assert cell(shown, "NOISY", "from start").startswith("0.75 ±")  # 0.1 to 0.9 in layer 1, twice that in layer 2
     # The network without BN is counted with the length of training, so the truth is a smaller ratio.
     assert cell(shown, "noisy BN - without BN", "steps to 0.9").endswith("(at most) faster")
 
@@ -227,6 +230,7 @@ def test_manipulation_passes_where_noise_drifts_more_than_the_plain_network_and_
     assert check.passed
     assert check.excess.estimate == pytest.approx(0.32)  # layers at half and at one and a half times, on average 1
     assert check.above_floor.estimate == pytest.approx(0.42 - 0.15)
+    assert check.above_both.estimate == pytest.approx(0.32 - 0.15)
     assert check.far.estimate == pytest.approx(0.5 - 0.2)
     half = stats.t.ppf(0.975, 2) * 0.02 / math.sqrt(3)
     assert (check.excess.low, check.excess.high) == pytest.approx((0.32 - half, 0.32 + half))
@@ -380,3 +384,7 @@ def test_doses_stand_at_their_median_steps_and_censored_ones_at_the_end(
     assert middle.loc["fixed-1", "steps"] == END
     assert (middle.loc["fixed-1", "form"], float(middle.loc["fixed-1", "dose"])) == ("fixed", 1)
     assert len(table) == 6 * 4
+    runs = table[(table["arm"] == "noisy") & (table["seed"] != "all")]
+    assert runs[["far", "from_start", "floor"]].astype(float).to_numpy() == pytest.approx(
+        np.array([[0.2, 0.75, 0.15]] * 3)
+    )
