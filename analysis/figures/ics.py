@@ -318,6 +318,7 @@ def _judge(pair: _Pair) -> _Judged:
     excess = _reading(pair, "beyond_following", "(1) preceding / following", lambda arm: _beyond(arm)[..., inner])
     controls = [_unless_nothing_is_beyond(pair, excess, inner)]
     shown = [_reading(pair, "l2", "l2", lambda arm: _log(arm.shift["l2"])[..., all_but_first], judge=False)]
+    shown.append(_reading(pair, "relative_late", "relative size, later half", _late, judge=False))
     for unit, label in UNITS.items():
         for place, size in enumerate(pair.none.sizes):
             judge = size == JUDGED
@@ -380,6 +381,12 @@ def _turned(found: Estimate) -> Estimate:
 
 def _at_size(arm: _Arm, *, unit: str, size: int, layers: slice) -> Floats:
     return arm.at_size(unit, size)[..., layers]
+
+
+def _late(arm: _Arm) -> Floats:
+    """Log of the relative size in the later half of the records: a plateau at the start is not in it."""
+    cells = arm.relative()
+    return cells[:, cells.shape[1] // 2 :, 1:]
 
 
 def _beyond(arm: _Arm) -> Floats:
