@@ -293,7 +293,8 @@ def _help(studies: Mapping[str, Study[Any]]) -> str:
 def _list(studies: Mapping[str, Study[Any]]) -> str:
     blocks = []
     for name, study in studies.items():
-        arms = ", ".join(f"{arm.name} ({arm.label})" for arm in study.arms)
+        usual = study.fields(**study.presets["laptop"].fields)
+        arms = ", ".join(f"{arm.name} ({arm.label})" for arm in study.conditions(usual))
         presets = ", ".join(f"{key} ({preset.seeds} seeds)" for key, preset in study.presets.items())
         blocks.append(f"{name}: {study.question}\n  arms: {arms}\n  presets: {presets}\n  rule: {study.rule}")
     return "\n\n".join(blocks)

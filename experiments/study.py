@@ -120,7 +120,8 @@ class Study(Generic[Fields]):
     Attributes:
         name: What is typed after ``whybn``, and the study's folder.
         question: One sentence.
-        arms: The conditions; they share a seed's weights, batches and probe examples.
+        arms: The conditions, or what makes them of the fields' values (doses, say); they share a seed's weights,
+            batches and probe examples.
         measures: What is recorded, in words.
         rule: What outcome would support the claim and what would refute it.
         control: The observation that could embarrass the experiment.
@@ -137,7 +138,7 @@ class Study(Generic[Fields]):
 
     name: str
     question: str
-    arms: tuple[Arm, ...]
+    arms: tuple[Arm, ...] | Callable[[Fields], tuple[Arm, ...]]
     measures: tuple[str, ...]
     rule: str
     control: str
@@ -150,6 +151,10 @@ class Study(Generic[Fields]):
     compute: Compute | None = None
     refuse: Callable[[Fields, Any], None] = lambda fields, drawing: None
 
+    def conditions(self, fields: Fields) -> tuple[Arm, ...]:
+        """The arms at these fields' values."""
+        return self.arms(fields) if callable(self.arms) else self.arms
+
     def jobs(self, fields: Fields, seeds: Sequence[int], *, device: Device, folder: Path) -> list[Job]:
         """One job for every seed and arm, in folders under ``folder``/runs.
 
@@ -158,7 +163,7 @@ class Study(Generic[Fields]):
         """
         found = []
         for seed in seeds:
-            for arm in self.arms:
+            for arm in self.conditions(fields):
                 config = self.configure(fields, arm, seed, device)
                 place = folder / "runs" / f"{arm.name}-s{seed}-{config.id}"
                 found.append(Job(arm.name, config, self.probes, place, self.compute))
@@ -170,7 +175,7 @@ class Study(Generic[Fields]):
             "format": FORMAT,
             "study": self.name,
             "question": self.question,
-            "arms": [{"name": arm.name, "label": arm.label} for arm in self.arms],
+            "arms": [{"name": arm.name, "label": arm.label} for arm in self.conditions(fields)],
             "measures": list(self.measures),
             "rule": self.rule,
             "control": self.control,

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 
@@ -64,6 +65,17 @@ def test_a_run_is_addressed_by_arm_seed_and_configuration(tmp_path: Path) -> Non
         assert job.folder == tmp_path / "runs" / f"{job.name}-{job.config.id}"
         assert job.probes is probes
     assert len({job.config.id for job in jobs}) == 4
+
+
+def test_arms_may_be_made_of_the_fields(tmp_path: Path) -> None:
+    grown = replace(STUDY, arms=lambda fields: tuple(Arm(f"lr-{k}", "") for k in range(round(10 * fields.lr))))
+    for fields, names in ((Fields(), ["lr-0"]), (Fields(lr=0.3), ["lr-0", "lr-1", "lr-2"])):
+        assert [arm.name for arm in grown.conditions(fields)] == names
+        jobs = grown.jobs(fields, [4], device="cpu", folder=tmp_path)
+        assert [job.name for job in jobs] == [f"{name}-s4" for name in names]
+        path = grown.state(tmp_path, preset="laptop", fields=fields, seeds=[4], jobs=jobs)
+        assert [arm["name"] for arm in json.loads(path.read_text())["arms"]] == names
+    assert STUDY.conditions(Fields()) == STUDY.arms
 
 
 def test_more_seeds_later_leave_the_first_ones_where_they_are(tmp_path: Path) -> None:
@@ -128,42 +140,69 @@ def test_every_study_found_is_whole() -> None:
     for name, study in studies.items():
         assert study.name == name
         assert {"smoke", "laptop", "paper"} <= set(study.presets)
-        assert all((study.question, study.measures, study.rule, study.control, len(study.arms) >= 1))
+        assert all((study.question, study.measures, study.rule, study.control))
         options = {option for figure in study.figures for option in figure.options}
         assert options == set(study.drawing.model_fields)
         for preset in study.presets.values():
             fields = study.fields(**preset.fields)
             jobs = study.jobs(fields, range(preset.seeds), device="cpu", folder=Path("x"))
-            assert len({job.folder for job in jobs}) == preset.seeds * len(study.arms)
+            arms = study.conditions(fields)
+            assert len(arms) >= 1
+            assert len({job.folder for job in jobs}) == preset.seeds * len(arms)
         for field in (*study.fields.model_fields.values(), *study.drawing.model_fields.values()):
             assert field.description
             assert not field.is_required()
 
 
 def test_every_field_of_every_study_moves_a_run() -> None:
-    """A setting that is accepted and ignored would be an option that does nothing."""
+    """A setting that is accepted and ignored would be an option that does nothing.
+
+    Each must move a run from at least one preset; from every other it does too, is refused, or is unused (VGG's width
+    with another network), which the fields then refuse themselves.
+    """
     for study in discover().values():
-        usual = study.fields()
-        jobs = study.jobs(usual, [0], device="cpu", folder=Path())
-        for name in study.fields.model_fields:
-            fields = usual.model_copy(update={name: _other(getattr(usual, name))})
-            moved = study.jobs(fields, [0], device="cpu", folder=Path())
-            assert [job.folder for job in moved] != [job.folder for job in jobs], f"{study.name}: {name}"
+        bases = [study.fields(**preset.fields) for preset in study.presets.values()]
+        for name, field in study.fields.model_fields.items():
+            moves = 0
+            for usual in (base for base in bases if name not in base.unused()):
+                fields = usual.model_copy(update={name: _other(getattr(usual, name), field.annotation)})
+                try:
+                    moved = study.jobs(fields, [0], device="cpu", folder=Path())
+                except ValueError:
+                    continue
+                jobs = study.jobs(usual, [0], device="cpu", folder=Path())
+                assert [job.folder for job in moved] != [job.folder for job in jobs], f"{study.name}: {name}"
+                moves += 1
+            assert moves, f"{study.name}: {name}"
 
 
-def _other(value: object) -> object:
+def _other(value: object, kind: object) -> object:
     match value:
         case bool():
             return not value
         case int():
             return value + 1
         case float():
-            return value / 2 or 0.5
+            return value * 1.5 or 0.5
         case tuple():
             return value[:-1]
-        case "sigmoid":
-            return "tanh"
-    raise AssertionError(f"no other value known for {value!r}")
+    choices = [choice for choice in _choices(kind) if choice != value]
+    return choices[-1] if choices else {int: 7, str: "elsewhere"}[_plain(kind)]
+
+
+def _choices(kind: object) -> list[object]:
+    """The values of the literals in an annotation."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [choice for part in get_args(kind) for choice in _choices(part)]
+
+
+def _plain(kind: object) -> type:
+    """The type in ``X | None``, whatever constrains it."""
+    while get_args(kind):
+        kind = get_args(kind)[0]
+    assert isinstance(kind, type)
+    return kind
 
 
 def test_a_module_without_a_study_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
