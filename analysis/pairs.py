@@ -79,20 +79,22 @@ def read(
             arm = pair.arm(kind)
             table = load_records(study, probe=probe, layer="-", statistic=list(statistics), arm=arm)
             table = table[(table["unit"] != WHOLE) if grid else (table["unit"] == WHOLE)]
-            for (seed, statistic), rows in table.groupby(["seed", "statistic"], observed=True):
-                found[arm, int(seed), str(statistic)] = rows.pivot(index="step", columns="unit", values="value")
+            for seed in table["seed"].unique():
+                for statistic in statistics:
+                    rows = table[(table["seed"] == seed) & (table["statistic"] == statistic)]
+                    found[arm, int(seed), statistic] = rows.pivot(index="step", columns="unit", values="value")
     return found
 
 
 def exploded(frame: pd.DataFrame) -> pd.DataFrame:
-    """Infinity in place of whatever is not finite: where a walk overflowed, NaN (inf - inf) is larger than any number."""
+    """Infinity in place of what is not finite: where a walk overflowed, NaN (inf - inf) is larger than any number."""
     return frame.where(np.isfinite(frame), math.inf)
 
 
 def typical(values: ArrayLike) -> float:
-    """The median over a run's records, infinities included; NaN marks what is undefined, and wins if it is half or more.
+    """The median over a run's records, infinities included; NaN marks what is undefined.
 
-    It is NaN, too, where there are no records.
+    It is NaN where half of the records or more are, or where there are none.
     """
     every = np.asarray(values, dtype=np.float64)
     defined = every[~np.isnan(every)]
@@ -147,7 +149,8 @@ def compare(without: Sequence[float], with_: Sequence[float]) -> Reading:
     for name, side in (("with BN", x), ("without BN", y)):
         bad = int((np.isnan(side) | (side <= 0)).sum())
         if bad:
-            return Reading(*sides, unknown, "undecided", f"undefined or not positive {name} in {bad} of {len(side)} seeds")
+            doubt = f"undefined or not positive {name} in {bad} of {len(side)} seeds"
+            return Reading(*sides, unknown, "undecided", doubt)
     over, under = np.isinf(x), np.isinf(y)
     if over.any() or under.any():
         doubt = f"not finite in {under.sum()} of {len(y)} seeds without BN, {over.sum()} of {len(x)} with"
@@ -175,7 +178,7 @@ def level(values: Sequence[float]) -> Estimate:
 
 
 def exponent(rates: Sequence[float], values: Sequence[Sequence[float]]) -> Estimate:
-    """a in value ~ rate^a from the smallest to the largest rate: (S,) values at each rate, paired by seed.
+    """A in value ~ rate^a from the smallest to the largest rate: (S,) values at each rate, paired by seed.
 
     0 is what a property of the network has, -1 what is set by 2/rate. NaN where a value is not positive and finite.
     """
