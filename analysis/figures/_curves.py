@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import ArrayLike, NDArray
 
 from analysis import style
@@ -29,6 +29,17 @@ def log_axis(axes: Axes, tables: Iterable[pd.DataFrame]) -> None:
     low, high = float(values.min()), float(values.max())
     room = max((high / low) ** 0.08, 1.3)
     axes.set_ylim(low / room, high * room * room)
+    if high < 8 * low:  # no two powers of ten: write numbers out
+        written = FuncFormatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_major_formatter(written)
+        axes.yaxis.set_minor_formatter(written)
+        axes.yaxis.set_minor_locator(LogLocator(subs=(1.5, 2, 3, 5, 7)))
+
+
+def reach(axes: Axes, line: float) -> None:
+    """Widen the vertical axis to show a horizontal line at ``line``."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, line / 1.5), max(high, line * 1.5))
 
 
 def draw_curve(

@@ -24,7 +24,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from analysis import style
-from analysis.figures._curves import STYLES, count_steps, draw_curve, draw_ends, draw_range, log_axis, plain_ticks
+from analysis.figures._curves import (
+    STYLES,
+    count_steps,
+    draw_curve,
+    draw_ends,
+    draw_range,
+    log_axis,
+    plain_ticks,
+    reach,
+)
 from analysis.load import Study, load_study
 from analysis.pairs import (
     KINDS,
@@ -286,6 +295,8 @@ def _figure(study: Study, pairs: Sequence[Pair], plotted: pd.DataFrame, caption:
         _draw_both(row[3], here, "eta x smoothness")
         row[2].axhline(EDGE / pair.rate, color="black", lw=0.9, ls="-.", label="2/\u03b7")
         row[3].axhline(EDGE, color="black", lw=0.9, ls="-.")
+        reach(row[2], EDGE / pair.rate)
+        reach(row[3], EDGE)
         first = float(_grid(study, pair)[0])
         if not math.isclose(first, 1 / EDGE):
             label = "1/(first step of the walk)"
@@ -341,7 +352,7 @@ def _controls_figure(judged: Sequence[_Judged], controls: pd.DataFrame, caption:
             for kind, table in tables.items():
                 draw_curve(axes, table, STYLES[kind], label=NAMES[kind], marker="o")
             sizes = tables["none"]["x"]
-            axes.plot(sizes, sizes, color="black", lw=0.9, ls="-.", zorder=1, label="c")
+            axes.plot(sizes, sizes, color="black", lw=0.9, ls="-.", zorder=1, label="|g' - g|/|g| = c")
             axes.set_ylabel("|g' - g|/|g|")
         losses = {key: _part(here, key[0], f"loss by {key[1]}") for key in product(KINDS, UNITS)}
         log_axis(row[2], losses.values())
@@ -469,7 +480,7 @@ def _caption(study: Study, pairs: Sequence[Pair], walks: Walks) -> str:
             f"For {style.and_list(same)} the walk's first step is \u03b7/2, so 1/(first step), which a gradient lost "
             "entirely within that step gives, is the same number as 2/\u03b7: a level there could be either. "
         )
-    gone = lost(study)
+    gone = f"{found} Crosses: their ends." if (found := lost(study)) else ""
     return (
         "After Santurkar et al. (2018), Figure 4. At training step t, from the parameters against the gradient g of "
         f"the step's own batch ({_protocol(study, pairs)}; \u03b7: the training's learning rate). Left to right: the "
@@ -479,7 +490,7 @@ def _caption(study: Study, pairs: Sequence[Pair], walks: Walks) -> str:
         "largest value on a walk, each the median over seeds; last two: the range over seeds, around their median.\n"
         "Dash-dotted: 2/\u03b7, the edge of stability, to which full-batch training itself brings the curvature of any "
         f"network; on minibatches it is no theorem. {least}{_count(pairs, walks, study.seeds)} Such a value counts as "
-        f"larger than any number and is drawn as a triangle at the top. {f'{gone} Crosses: their ends.' if gone else ''}"
+        f"larger than any number and is drawn as a triangle at the top. {gone}"
     )
 
 

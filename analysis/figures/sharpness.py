@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from analysis import style
-from analysis.figures._curves import STYLES, count_steps, draw_curve, draw_ends, log_axis
+from analysis.figures._curves import STYLES, count_steps, draw_curve, draw_ends, log_axis, reach
 from analysis.load import Study, load_study
 from analysis.pairs import (
     KINDS,
@@ -297,8 +297,7 @@ def _draw_line(axes: Axes, protocol: _Protocol) -> None:
         axes.axhline(protocol.line, color="black", lw=1.0, ls="-.", label=words)
     else:
         axes.axhline(protocol.line, color=style.GREY, lw=1.0, ls=(0, (1, 1)), label=f"{words} (a full-batch statement)")
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, protocol.line / 1.5), max(high, protocol.line * 1.5))
+    reach(axes, protocol.line)
 
 
 # --- saying
@@ -384,11 +383,11 @@ def _caption(study: Study, judged: Sequence[_Judged], searches: Mapping[Key, pd.
             "does not apply; what is reported to settle there under SGD is g'Hg/|g|\N{SUPERSCRIPT TWO} of the step's "
             "batch (Andreyev & Beneventano 2024), here of one batch a record."
         )
-    gone = lost(study)
+    gone = f"{found} Crosses: their ends." if (found := lost(study)) else ""
     return (
         f"The largest eigenvalue of the loss's Hessian H, batch statistics in BN ({'; '.join(parts)}; \u03b7: the "
         "learning rate; g: the gradient of the step's batch). Lines: median over seeds, bands: range over seeds; "
         f"{seeds_of(study)}. {' '.join(lines)} {_unconverged(searches)} Values that are not positive are not drawn, "
-        f"infinite ones are triangles at the top. {f'{gone} Crosses: their ends.' if gone else ''}\n"
+        f"infinite ones are triangles at the top. {gone}\n"
         f"Verdicts. {' '.join(f'{one.pair.title}: {one.verdict}.' for one in judged)}"
     )

@@ -107,9 +107,9 @@ STUDY = Study(
     rule=(
         "For each network and learning rate, eta x largest eigenvalue (median over a run's records) with BN over"
         " without, paired by seed: flatter where the 95% Student t interval of the ratio is below 1, sharper where it"
-        " is above, else undecided. Full-batch gradient descent has a line, 2/eta (heavy ball: 2 (1 + mu)/eta): an arm is"
-        " at the edge where more than half of the records of the second half of training lie within a quarter of it,"
-        " interval over seeds included. Where both arms are, the verdict is that eta set the sharpness of both. For"
+        " is above, else undecided. Full-batch gradient descent has a line, 2/eta (heavy ball: 2 (1 + mu)/eta): an arm"
+        " is at the edge where more than half of the records of the second half of training lie within a quarter of"
+        " it, interval over seeds included. Where both arms are, the verdict is that eta set the sharpness of both. For"
         " minibatches the line is shown and decides nothing: there it is a full-batch statement. Adam has none."
     ),
     control=(
