@@ -79,10 +79,11 @@ def read(
             arm = pair.arm(kind)
             table = load_records(study, probe=probe, layer="-", statistic=list(statistics), arm=arm)
             table = table[(table["unit"] != WHOLE) if grid else (table["unit"] == WHOLE)]
-            for seed in table["seed"].unique():
+            table = table.astype({"statistic": str})
+            wide = table.pivot(index=["seed", "step"], columns=["statistic", "unit"], values="value")
+            for seed in wide.index.unique("seed"):
                 for statistic in statistics:
-                    rows = table[(table["seed"] == seed) & (table["statistic"] == statistic)]
-                    found[arm, int(seed), statistic] = rows.pivot(index="step", columns="unit", values="value")
+                    found[arm, int(seed), statistic] = wide.loc[seed][statistic]
     return found
 
 

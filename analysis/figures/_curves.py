@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import ArrayLike, NDArray
 
 from analysis import style
@@ -19,27 +19,22 @@ from analysis.pairs import KINDS
 STYLES = dict(zip(KINDS, (style.WITHOUT_BN, style.WITH_BN), strict=True))
 
 
-def log_axis(axes: Axes, tables: Iterable[pd.DataFrame]) -> None:
-    """A logarithmic vertical axis over all that is finite and positive in ``tables``, with room for triangles."""
+def log_axis(axes: Axes, tables: Iterable[pd.DataFrame], line: float | None = None) -> None:
+    """A logarithmic vertical axis over all that is finite and positive in ``tables``, and ``line``."""
     axes.set_yscale("log")
-    values = np.concatenate([table[["low", "middle", "high"]].to_numpy(dtype=np.float64).ravel() for table in tables])
+    parts = [table[["low", "middle", "high"]].to_numpy(dtype=np.float64).ravel() for table in tables]
+    values = np.concatenate([*parts, [] if line is None else [line / 1.2, line * 1.2]])
     values = values[np.isfinite(values) & (values > 0)]
     if not len(values):
         return
     low, high = float(values.min()), float(values.max())
-    room = max((high / low) ** 0.08, 1.3)
+    room = max((high / low) ** 0.08, 1.12)
     axes.set_ylim(low / room, high * room * room)
     if high < 8 * low:  # no two powers of ten: write numbers out
-        written = FuncFormatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_major_formatter(written)
-        axes.yaxis.set_minor_formatter(written)
-        axes.yaxis.set_minor_locator(LogLocator(subs=(1.5, 2, 3, 5, 7)))
-
-
-def reach(axes: Axes, line: float) -> None:
-    """Widen the vertical axis to show a horizontal line at ``line``."""
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, line / 1.5), max(high, line * 1.5))
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.minorticks_off()
 
 
 def draw_curve(

@@ -32,7 +32,6 @@ from analysis.figures._curves import (
     draw_range,
     log_axis,
     plain_ticks,
-    reach,
 )
 from analysis.load import Study, load_study
 from analysis.pairs import (
@@ -291,12 +290,10 @@ def _figure(study: Study, pairs: Sequence[Pair], plotted: pd.DataFrame, caption:
             log_axis(axes, tables.values())
             for kind, table in tables.items():
                 draw_range(axes, table, STYLES[kind])
-        _draw_both(row[2], here, "smoothness")
-        _draw_both(row[3], here, "eta x smoothness")
+        _draw_both(row[2], here, "smoothness", EDGE / pair.rate)
+        _draw_both(row[3], here, "eta x smoothness", EDGE)
         row[2].axhline(EDGE / pair.rate, color="black", lw=0.9, ls="-.", label="2/\u03b7")
         row[3].axhline(EDGE, color="black", lw=0.9, ls="-.")
-        reach(row[2], EDGE / pair.rate)
-        reach(row[3], EDGE)
         first = float(_grid(study, pair)[0])
         if not math.isclose(first, 1 / EDGE):
             label = "1/(first step of the walk)"
@@ -331,10 +328,10 @@ def _part(numbers: pd.DataFrame, kind: str, panel: str) -> pd.DataFrame:
     return numbers[(numbers["arm"] == kind) & (numbers["panel"] == panel)]
 
 
-def _draw_both(axes: Axes, here: pd.DataFrame, panel: str) -> None:
+def _draw_both(axes: Axes, here: pd.DataFrame, panel: str, line: float) -> None:
     """Along the gradient, and thinly along the random direction."""
     tables = {key: _part(here, key[0], f"{panel}, {key[1]}") for key in product(KINDS, DIRECTIONS)}
-    log_axis(axes, tables.values())
+    log_axis(axes, tables.values(), line)
     for (kind, direction), table in tables.items():
         aside = direction == "random"
         label = NAMES[kind] + (", random direction" if aside else "")

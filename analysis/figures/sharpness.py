@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from analysis import style
-from analysis.figures._curves import STYLES, count_steps, draw_curve, draw_ends, log_axis, reach
+from analysis.figures._curves import STYLES, count_steps, draw_curve, draw_ends, log_axis
 from analysis.load import Study, load_study
 from analysis.pairs import (
     KINDS,
@@ -259,9 +259,10 @@ def _figure(judged: Sequence[_Judged], plotted: pd.DataFrame, caption: str) -> F
                 text = "full batch: the step's batch\nis all examples"
                 axes.annotate(text, (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", color=style.GREY)
                 continue
-            _draw_quantity(axes, here, quantity)
-            if quantity != "loss" and protocol.line is not None:
-                _draw_line(axes, protocol)
+            line = None if quantity == "loss" else protocol.line
+            _draw_quantity(axes, here, quantity, line)
+            if line is not None:
+                _draw_line(axes, protocol, line)
             axes.set_ylabel("dimensionless" if protocol.line is not None else "loss/parameter\N{SUPERSCRIPT TWO}")
         row[0].set_ylabel(f"{pair.title}\n{row[0].get_ylabel()}")
         row[3].set_ylabel("loss, summed squares" if pair.network == "linear" else "loss, nats")
@@ -281,23 +282,21 @@ def _figure(judged: Sequence[_Judged], plotted: pd.DataFrame, caption: str) -> F
     return figure
 
 
-def _draw_quantity(axes: Axes, here: pd.DataFrame, quantity: str) -> None:
+def _draw_quantity(axes: Axes, here: pd.DataFrame, quantity: str, line: float | None) -> None:
     tables = {kind: here[(here["arm"] == kind) & (here["panel"] == quantity)] for kind in KINDS}
-    log_axis(axes, tables.values())
+    log_axis(axes, tables.values(), line)
     for kind, table in tables.items():
         draw_curve(axes, table, STYLES[kind], label=NAMES[kind])
         draw_ends(axes, here.loc[(here["arm"] == kind) & (here["panel"] == _LOST), "x"], STYLES[kind])
     count_steps(axes)
 
 
-def _draw_line(axes: Axes, protocol: _Protocol) -> None:
-    assert protocol.line is not None
-    words = "2/\u03b7" if protocol.line == 2 else "2 (1 + \u03bc)/\u03b7"
+def _draw_line(axes: Axes, protocol: _Protocol, line: float) -> None:
+    words = "2/\u03b7" if line == 2 else "2 (1 + \u03bc)/\u03b7"
     if protocol.full:
-        axes.axhline(protocol.line, color="black", lw=1.0, ls="-.", label=words)
+        axes.axhline(line, color="black", lw=1.0, ls="-.", label=words)
     else:
-        axes.axhline(protocol.line, color=style.GREY, lw=1.0, ls=(0, (1, 1)), label=f"{words} (a full-batch statement)")
-    reach(axes, protocol.line)
+        axes.axhline(line, color=style.GREY, lw=1.0, ls=(0, (1, 1)), label=f"{words} (a full-batch statement)")
 
 
 # --- saying
