@@ -29,6 +29,7 @@ from scipy.special import bdtr, stdtrit
 Array = NDArray[np.float64]
 
 NO_INTERVAL = "one seed, no interval"
+_CORNERS = 16  # seeds up to which all 2^S corners of a box are tried
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,39 @@ def mean_band(values: ArrayLike, *, level: float = 0.95, within: tuple[float, fl
     if within is not None:
         low, high = np.clip(low, *within), np.clip(high, *within)
     return Band(center, low, high, seeds, f"mean, {level:.0%} Student t over {seeds} seeds")
+
+
+def mean_of_intervals(low: ArrayLike, high: ArrayLike, *, level: float = 0.95) -> Estimate:
+    """Mean of S numbers of which only ``low <= x <= high`` (S,) is known, one a seed: first passages, say.
+
+    The estimate is the mean of the midpoints. The interval is the smallest that holds Student's interval for *every*
+    x in the box. With k = t / sqrt(S), ``mean(x) + k sd(x)`` is convex in x and ``mean(x) - k sd(x)`` concave, so their
+    extremes lie at corners: up to 16 seeds all of them are tried. Beyond, sd is bounded by the triangle inequality,
+    ``sd(middle + e) <= sd(middle) + |e| / sqrt(S - 1)``, and the interval is wider than it need be.
+
+    Raises:
+        ValueError: As `paired_difference`, or if a ``low`` exceeds its ``high``.
+    """
+    _check_level(level)
+    least, most = _pair(low, high)
+    if (least > most).any():
+        where = int(np.argmax(least > most))
+        raise ValueError(f"low must not exceed high, got {least[where]} and {most[where]} at seed {where}")
+    seeds, middle, half = least.size, (least + most) / 2, (most - least) / 2
+    if seeds == 1:
+        return Estimate(float(middle[0]), math.nan, math.nan, 1, _named("mean of intervals", 1, level))
+    scale = _student_quantile(seeds, level) / math.sqrt(seeds)
+    if seeds <= _CORNERS:
+        signs = 2.0 * ((np.arange(2**seeds)[:, None] >> np.arange(seeds)) & 1) - 1
+        corners = middle + signs * half
+        centre, reach = corners.mean(axis=1), scale * corners.std(axis=1, ddof=1)
+        bottom, top = float((centre - reach).min()), float((centre + reach).max())
+    else:
+        spread = middle.std(ddof=1) + np.linalg.norm(half) / math.sqrt(seeds - 1)
+        width = half.mean() + scale * spread
+        bottom, top = float(middle.mean() - width), float(middle.mean() + width)
+    name = _named("mean of intervals", seeds, level, "Student t, whatever the values in them,")
+    return Estimate(float(middle.mean()), bottom, top, seeds, name)
 
 
 def paired_difference(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> Estimate:

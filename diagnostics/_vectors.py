@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 
 Blocks = tuple[Tensor, ...]
 GradientAt = Callable[[Blocks], tuple[Tensor, Blocks]]
@@ -46,6 +46,8 @@ class Layout:
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
+        self._rooms: list[Tensor] = []
+        self._blocks: Blocks = ()
         self._runs: list[tuple[int, int]] = []  # first and one past the last block of each piece
         first, size = 0, 0
         for index, block in enumerate(like):
@@ -69,20 +71,20 @@ class Layout:
             found.append(piece.float() if piece.dtype in _HALVES else piece)
         return found
 
-    def moved(self, theta: Blocks, theta_pieces: Sequence[Tensor], direction: Sequence[Tensor], by: float) -> Blocks:
-        """``theta + by * direction`` as blocks, from the pieces of both."""
-        found: list[Tensor] = []
-        for (first, last), start, step in zip(self._runs, theta_pieces, direction, strict=True):
-            there = start.add(step, alpha=by)
-            if last - first == 1:
-                found.append(there.to(theta[first].dtype).view(theta[first].shape))
-            else:
-                found += _unflatten_dense_tensors(there.to(theta[first].dtype), theta[first:last])  # type: ignore[no-untyped-call]  # torch types it not
-        return tuple(found)
+    def moved(self, theta: Blocks, pieces: Sequence[Tensor], by: float, direction: Sequence[Tensor]) -> Blocks:
+        """``theta + by * direction`` as blocks, from the pieces of both, in memory that the next call writes over."""
+        if not self._rooms:
+            for (first, last), piece in zip(self._runs, pieces, strict=True):
+                room = torch.empty_like(piece, dtype=theta[first].dtype)
+                self._rooms.append(room)
+                self._blocks += unflat(room, theta[first:last])
+        for start, step, room in zip(pieces, direction, self._rooms, strict=True):
+            torch.add(start, step, alpha=by, out=room)
+        return self._blocks
 
 
 def _flatten(blocks: Sequence[Tensor]) -> Tensor:
-    return cast("Tensor", _flatten_dense_tensors([block.detach() for block in blocks]))  # type: ignore[no-untyped-call]  # torch types it not
+    return cast("Tensor", _flatten_dense_tensors(blocks)).detach()  # type: ignore[no-untyped-call]  # torch types it not
 
 
 def pieces(blocks: Sequence[Tensor]) -> list[Tensor]:
@@ -144,8 +146,16 @@ class Reference:
 
     def __init__(self, a: Sequence[Tensor]) -> None:
         self.layout = Layout(a)
+        self._rooms: dict[tuple[torch.dtype, int], Tensor] = {}
         self.pieces = self.layout.pieces(a)
         self.norm = math.sqrt(_product(self.pieces, self.pieces))
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        """Room for a difference, the same each time: new memory would cost as much as the subtraction."""
+        key = like.dtype, like.numel()
+        if key not in self._rooms:
+            self._rooms[key] = torch.empty_like(like)
+        return self._rooms[key]
 
     def compare(self, b: Sequence[Tensor]) -> Comparison:
         """How ``b`` differs from it."""
@@ -156,7 +166,7 @@ class Reference:
             for part, other in (
                 ((x, y),) if x.numel() <= _PIECE else zip(torch.split(x, _PIECE), torch.split(y, _PIECE), strict=True)
             ):
-                difference = other - part
+                difference = torch.sub(other, part, out=self._scratch(part))
                 squares += _dot(difference, difference)
                 along += _dot(part, difference)
         distance = math.sqrt(squares)

@@ -173,12 +173,18 @@ class Surroundings:
         ]
 
     def _moved_attributes(self) -> list[int]:
-        # By identity, at the speed of C: there are some fifteen attributes a module.
-        return [
-            index
-            for index, (module, kept) in enumerate(self._attributes)
-            if [*map(id, vars(module).values())] != [*map(id, kept.values())]
-        ]
+        return [index for index, (module, kept) in enumerate(self._attributes) if not _equal(vars(module), kept)]
+
+
+def _equal(found: dict[str, Any], kept: dict[str, Any]) -> bool:
+    try:
+        return found == kept  # by identity first, at the speed of C: there are some fifteen attributes a module
+    except Exception:  # another tensor or array than before, which does not say whether it is equal
+        return False
+
+
+def _is_tuple_of_tensors(batch: Any) -> bool:
+    return type(batch) is tuple and all(type(part) is Tensor for part in batch)
 
 
 def _version(tensor: Tensor | None) -> int:
@@ -206,6 +212,7 @@ class Gradients:
         self.surroundings = Surroundings(view)
         self.serial = 0
         self._chunks = chunks
+        self._lent: tuple[Any, Any, list[int], list[Tensor]] | None = None  # whose copy, the copy, its state, its parts
         self.parts: list[tuple[float, Any]] = [(1.0, batch)]
         if chunks is not None:
             coupling = [type(module).__name__ for module in view.model.modules() if _couples(module)]
@@ -261,8 +268,11 @@ class Gradients:
     def of_view(
         cls, view: StepView, batch: Any, *, mode: str = "step", chunks: Chunks | None = None
     ) -> Iterator[Gradients]:
-        """The model as the step found it, on any batch, in a probe's `measure`; arguments as in `of_model`."""
-        with view.at(mode=mode, streams=False):
+        """The model as the step found it, on any batch; arguments as in `of_model`.
+
+        For a probe's `measure`: the guard around that, and not the end of the block, puts the model back.
+        """
+        with view.at(mode=mode, undo=False):
             at = cls(view, batch, chunks=chunks)
             yield at
             at.surroundings.verify()
@@ -287,13 +297,23 @@ class Gradients:
         """
         self.surroundings.reset()
         with _replaced(self.view.model, forward):
-            value = self.view.loss(batch)
+            value = self.view.loss(self._lend(batch), lent=True)
         if not value.requires_grad:
             raise ValueError(
                 "the loss has no graph: it depends on no parameter that requires a gradient,"
                 " or was computed under no_grad or detached"
             )
         return value if value.ndim == 0 else value.reshape(())
+
+    def _lend(self, batch: Any) -> Any:
+        """A copy of the batch for the loss to work on; the last one again, where nothing was written to it."""
+        if len(self.parts) > 1 or not (isinstance(batch, Tensor) or _is_tuple_of_tensors(batch)):
+            return self.view.lend(batch)
+        if self._lent is None or self._lent[0] is not batch or self._lent[2] != [t._version for t in self._lent[3]]:
+            copied = self.view.lend(batch)
+            tensors = [copied] if isinstance(copied, Tensor) else list(copied)
+            self._lent = batch, copied, [t._version for t in tensors], tensors
+        return self._lent[1]
 
     def gradient(self, which: Sequence[int] | None = None) -> tuple[Tensor, Blocks]:
         """(loss, gradient by the parameters numbered ``which``) where `put` left the parameters."""

@@ -228,9 +228,7 @@ def _put_back(held: dict[str, T], wanted: dict[str, T]) -> None:
 
 
 @contextmanager
-def guard(
-    model: nn.Module, generators: Iterable[Generator] = (), *, parameters: bool = True, streams: bool = True
-) -> Iterator[None]:
+def guard(model: nn.Module, generators: Iterable[Generator] = (), *, parameters: bool = True) -> Iterator[None]:
     """Whatever happens to ``model`` or to a random stream inside the block is undone at its end.
 
     Args:
@@ -238,9 +236,8 @@ def guard(
         generators: Random generators that no module of the model holds.
         parameters: Copy the parameters too. False saves that memory where the block only ever exchanges their
             ``.data`` and never writes to it; the exchange is undone all the same.
-        streams: Put the random streams back too. False is for a guard inside another one, which does.
     """
-    kept = RandomState(model, generators) if streams else None
+    streams = RandomState(model, generators)
     modules = [_Module(module, parameters=parameters) for module in model.modules()]
     try:
         copies: dict[int, Any] = {}
@@ -250,8 +247,7 @@ def guard(
     finally:
         for module in modules:
             module.restore()
-        if kept is not None:
-            kept.restore()
+        streams.restore()
 
 
 def is_normalizer(module: nn.Module) -> bool:

@@ -43,6 +43,7 @@ __all__ = [
     "Jacobian",
     "LayerJacobian",
     "LayerMap",
+    "WeightSpectrum",
     "extreme_values",
     "layer_jacobians",
     "mean_squares",
@@ -603,6 +604,64 @@ class LayerJacobian:
         return [Rows(one.target, {"singular_value": middle.numpy()}, mode=mode), Rows(one.target, whole, mode=mode)]
 
 
+class WeightSpectrum:
+    """Singular values of weight matrices alone, scaled to a mean square of 1: what no nonlinearity has a part in.
+
+    Per layer ``singular_value``, unit k the k-th largest, and as unit -1 ``rank``, ``spread``, ``smallest``,
+    ``largest`` and ``distance`` (see `diagnostics.spectrum.Spectrum`), and ``norm``, the Frobenius norm before scaling.
+    A matrix P x Q is scaled by ``sqrt(min(P, Q)) / norm``: orthogonal weights have nothing but ones, and independent
+    normal ones of any size, where P = Q, the quarter circle law on 0 to 2. Convolutions are matrices of (outputs, all
+    else).
+
+    Args:
+        layers: Modules that own a parameter ``weight`` of two dimensions or more.
+        when: A schedule, step -> bool.
+        name: The probe's name in the record.
+    """
+
+    def __init__(self, layers: Layers, *, when: Schedule | None = None, name: str | None = None) -> None:
+        self.layers = layers
+        self.when: Schedule = every(1) if when is None else when
+        self.name = default_name(self) if name is None else name
+        self._weights: dict[str, nn.Parameter] = {}
+
+    @property
+    def active(self) -> bool:
+        """It looks at parameters alone, as they were when the step began."""
+        return True
+
+    def bind(self, site: Site) -> None:
+        """Find the matrices.
+
+        Raises:
+            ValueError: If a pattern matches nothing, or a module has no weight matrix.
+        """
+        self._weights = {}
+        for name, module in resolve(site.model, self.layers).items():
+            weight = module._parameters.get("weight")
+            if weight is None or weight.ndim < 2:
+                raise ValueError(f"layer {name!r} has no weight matrix, it is a {type(module).__name__}")
+            self._weights[name] = weight
+
+    def measure(self, view: StepView) -> Iterable[Rows]:
+        """The matrices at theta_t."""
+        names = {id(parameter): name for name, parameter in view.parameters.items()}
+        mode = view.site.mode_name("step")  # the weights are the same in either
+        rows = []
+        for layer, weight in self._weights.items():
+            matrix = view.before[names[id(weight)]].flatten(1)
+            norm = float(torch.linalg.matrix_norm(matrix.double()))
+            found = of_a_map.spectrum(matrix * (math.sqrt(min(matrix.shape)) / norm if norm else 1.0))
+            whole = {
+                name: _mean(getattr(found, name)) for name in ("rank", "spread", "smallest", "largest", "distance")
+            }
+            rows += [
+                Rows(layer, {"singular_value": found.values.cpu().numpy()}, mode=mode),
+                Rows(layer, whole | {"norm": norm}, mode=mode),
+            ]
+        return rows
+
+
 def _premise(values: Tensor) -> dict[str, float]:
     flat = values.movedim(1, -1).reshape(-1, values.shape[1]).cpu()
     return {
@@ -612,4 +671,5 @@ def _premise(values: Tensor) -> dict[str, float]:
 
 
 def _mean(values: Tensor) -> float:
-    return float(values.double().mean())
+    """Over the examples where it is defined: a matrix of zeros has no spread."""
+    return float(values.double().nanmean())

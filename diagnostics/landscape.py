@@ -67,7 +67,8 @@ def along_gradient(
     Memory: three copies of the parameters, and what ``gradient_at`` needs.
 
     Args:
-        gradient_at: Blocks (a tuple of tensors of the shapes of ``theta``) -> (loss, gradient in blocks).
+        gradient_at: Blocks (a tuple of tensors of the shapes of ``theta``) -> (loss, gradient in blocks). The tensors
+            it is given are written over for the next step.
         theta: One tensor or a sequence of them; not written to.
         steps: eta_k, positive and finite.
         direction: In the form of ``theta``, walked at the gradient's length whatever its own; by default the gradient.
@@ -94,7 +95,7 @@ def along_gradient(
     start = reference.layout.pieces(blocks)
     losses, differences, cosines = [], [], []
     for step in grid:
-        there, seen = gradient_at(reference.layout.moved(blocks, start, along, -step * stretch))
+        there, seen = gradient_at(reference.layout.moved(blocks, start, -step * stretch, along))
         apart = reference.compare(seen)
         del seen
         losses.append(float(there))

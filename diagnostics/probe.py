@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -179,15 +179,15 @@ class StepView:
 
     @contextmanager
     def at(
-        self, parameters: Mapping[str, Tensor] | None = None, *, mode: str = "step", streams: bool = True
+        self, parameters: Mapping[str, Tensor] | None = None, *, mode: str = "step", undo: bool = True
     ) -> Iterator[nn.Module]:
         """The model at other parameters, everything else as the step found it.
 
         Args:
             parameters: name -> tensor; theta_t where a name is missing. Not copied, and not written to by a forward.
             mode: ``step`` (flags as the user had them), ``batch`` or ``population``, see `diagnostics.guard.set_mode`.
-            streams: False leaves the random streams where the block leaves them: for a probe that draws nothing itself,
-                in whose stead the guard around its `measure` puts them back.
+            undo: False leaves everything as the block leaves it, until the guard around the probe's `measure` puts it
+                back: for a probe that does all it does in one block.
 
         Yields:
             The model. Buffers and what plain attributes hold are fresh copies and all random streams start anew, each
@@ -197,7 +197,7 @@ class StepView:
         unknown = [name for name in values if name not in self._parameters]
         if unknown:
             raise ValueError(f"the model has no parameter {unknown[0]!r}")
-        with guard(self.model, self.site.generators, parameters=False, streams=streams):
+        with guard(self.model, self.site.generators, parameters=False) if undo else nullcontext():
             for name, value in values.items():
                 self._parameters[name].data = value
             fresh = {key: value.clone() for key, value in self._entry.buffers.items()}
@@ -215,15 +215,17 @@ class StepView:
             with torch.enable_grad():
                 yield self.model
 
-    def loss(self, batch: Any = None) -> Tensor:
+    def loss(self, batch: Any = None, *, lent: bool = False) -> Tensor:
         """The user's loss on ``batch`` (the step's own by default); call it inside `at`.
+
+        With ``lent`` the batch is a copy already, see `lend`.
 
         Raises:
             ValueError: If the recorder was given no loss, or it does not return one number.
         """
         if self.site.loss is None:
             raise ValueError("this probe needs a loss: give the recorder loss=loss_fn, loss_fn(model, batch) -> scalar")
-        value = self.site.loss(self.model, self.lend(batch))
+        value = self.site.loss(self.model, batch if lent else self.lend(batch))
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"the loss must be one number, loss(model, batch) returned {shape}")

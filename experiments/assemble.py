@@ -66,6 +66,7 @@ def make_network(config: NetworkConfig, normalizer: NormalizerConfig, streams: S
                 init_std=config.init_std,
                 normalizer=slot,
                 generator=generator,
+                init=config.init,
             )
         case "vgg":
             return networks.vgg(

@@ -91,7 +91,7 @@ class Frozen(BaseModel):
 
 
 class MLPConfig(Frozen):
-    """Fully connected layers; weights N(0, init_std^2), biases 0."""
+    """Fully connected layers; weights N(0, init_std^2), or orthogonal with that mean square; biases 0."""
 
     kind: Literal["mlp"] = "mlp"
     inputs: Count = 784
@@ -99,6 +99,7 @@ class MLPConfig(Frozen):
     outputs: Count = 10
     activation: Literal["sigmoid", "tanh", "relu", "linear"] = "sigmoid"
     init_std: Positive = 0.05
+    init: Literal["gaussian", "orthogonal"] = "gaussian"
 
 
 class VGGConfig(Frozen):

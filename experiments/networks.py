@@ -8,6 +8,7 @@ normalizer start from the same weights, and torch's default generator is left as
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -18,6 +19,7 @@ from torch import nn
 Activation = Literal["sigmoid", "tanh", "relu", "linear"]
 Layout = Literal["A", "D"]
 Glorot = Literal["uniform", "normal"]
+Init = Literal["gaussian", "orthogonal"]
 
 
 def mlp(
@@ -29,6 +31,7 @@ def mlp(
     init_std: float,
     normalizer: Callable[[int], nn.Module],
     generator: torch.Generator,
+    init: Init = "gaussian",
 ) -> nn.Sequential:
     """A fully connected network: ``flatten``, ``hidden{i}.linear/normalizer/nonlinearity`` (i from 1), ``output``.
 
@@ -37,16 +40,20 @@ def mlp(
         hidden: Units of each hidden layer, in order.
         outputs: Units of the last layer, which is linear.
         activation: Nonlinearity of the hidden layers.
-        init_std: Standard deviation of every weight, normal with mean zero; biases are zero.
+        init_std: Standard deviation of every weight; biases are zero.
         normalizer: Makes the normalizer for so many units; called once a hidden layer.
         generator: Where weights come from.
+        init: Law of the weights: independent and normal with mean zero; or a random orthogonal matrix (orthonormal
+            rows, or columns where there are more rows), scaled to the same mean square.
 
     Raises:
-        ValueError: If a size is not positive, ``init_std`` is negative, or ``activation`` is unknown.
+        ValueError: If a size is not positive, ``init_std`` is negative, or ``activation`` or ``init`` is unknown.
     """
     _positive(inputs=inputs, outputs=outputs, **{f"hidden[{i}]": size for i, size in enumerate(hidden)})
     if not init_std >= 0:
         raise ValueError(f"init_std is a standard deviation, not {init_std}")
+    if init not in ("gaussian", "orthogonal"):
+        raise ValueError(f"init is gaussian or orthogonal, not {init!r}")
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     width = inputs
     for i, size in enumerate(hidden, start=1):
@@ -64,7 +71,11 @@ def mlp(
     with torch.no_grad():
         for module in network.modules():
             if isinstance(module, nn.Linear):
-                module.weight.normal_(0, init_std, generator=generator)
+                if init == "gaussian":
+                    module.weight.normal_(0, init_std, generator=generator)
+                else:
+                    scale = init_std * math.sqrt(max(module.weight.shape))
+                    nn.init.orthogonal_(module.weight, scale, generator=generator)
     return network
 
 

@@ -319,3 +319,59 @@ def test_what_cannot_be_estimated_is_refused(call, message):
 def test_an_estimate_prints_with_its_interval():
     assert statistics.Estimate(0.91234, 0.9, 0.95, 3, "").text() == "0.912 [0.900, 0.950]"
     assert statistics.Estimate(0.91234, math.nan, math.nan, 1, "").text(".1f") == "0.9"
+
+
+def student(values, level=0.95):
+    return stats.t.interval(level, len(values) - 1, loc=np.mean(values), scale=stats.sem(values))
+
+
+def test_known_numbers_are_intervals_without_width():
+    values = [1.0, 2.5, 2.0, 4.0]
+    found, known = statistics.mean_of_intervals(values, values), statistics.mean(values)
+    assert (found.estimate, found.low, found.high) == pytest.approx((known.estimate, known.low, known.high))
+    assert found.n == 4
+    assert statistics.mean_of_intervals(values, values, level=0.5).low == pytest.approx(student(values, 0.5)[0])
+
+
+def test_two_intervals_obey_the_closed_form():
+    """For two, k sd = t |x1 - x2| / 2 with t = 12.7 at 95%: the ends that lie furthest apart decide."""
+    found = statistics.mean_of_intervals([0.0, 2.0], [1.0, 5.0])
+    t = stats.t.ppf(0.975, 1)
+    assert found.estimate == 2
+    assert (found.low, found.high) == pytest.approx((2.5 - t * 2.5, 2.5 + t * 2.5))
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 16, 18])
+def test_the_interval_holds_every_completions(seeds):
+    rng = np.random.default_rng(seeds)
+    low = rng.normal(size=seeds)
+    high = low + rng.exponential(0.5, seeds)
+    found = statistics.mean_of_intervals(low, high)
+    share = np.concatenate([rng.integers(0, 2, (2000, seeds)), rng.random((500, seeds))])
+    values = low + share * (high - low)
+    half = stats.t.ppf(0.975, seeds - 1) * values.std(axis=1, ddof=1) / np.sqrt(seeds)
+    lows, highs = values.mean(axis=1) - half, values.mean(axis=1) + half
+    assert found.low <= lows.min() + 1e-12
+    assert found.high >= highs.max() - 1e-12
+    if seeds <= 5:  # and is no wider than that: among so many, every corner was met
+        assert (found.low, found.high) == pytest.approx((lows.min(), highs.max()))
+
+
+def test_beyond_the_corners_the_bound_is_wider_and_not_wild(monkeypatch):
+    rng = np.random.default_rng(1)
+    low = rng.normal(size=10)
+    high = low + 0.2
+    exact = statistics.mean_of_intervals(low, high)
+    monkeypatch.setattr(statistics, "_CORNERS", 9)
+    bound = statistics.mean_of_intervals(low, high)
+    assert bound.low <= exact.low < exact.high <= bound.high
+    assert bound.high - bound.low < 1.3 * (exact.high - exact.low)
+
+
+def test_intervals_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match=r"low must not exceed high, got 3.0 and 2.0 at seed 1"):
+        statistics.mean_of_intervals([1.0, 3.0], [1.0, 2.0])
+    one = statistics.mean_of_intervals([1.0], [2.0])
+    assert (one.estimate, one.has_interval) == (1.5, False)
+    with pytest.raises(ValueError, match="must be finite"):
+        statistics.mean_of_intervals([1.0, 3.0], [1.0, np.inf])

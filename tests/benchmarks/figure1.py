@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from experiments.study import Job
-from experiments.sweep import _pool_sizes
+from experiments.sweep import _pool_sizes, _settle
 from tests.benchmarks.harness import Ratio, Row, Work
 
 WORKERS = 2
@@ -85,13 +85,18 @@ def bare(job: Job) -> None:
     )
 
 
+def _pool() -> ProcessPoolExecutor:
+    # Workers end with their parent, as a sweep's do: a bench that is killed must not leave them behind.
+    return ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"), initializer=_settle, initargs=(None,))
+
+
 def main() -> None:
     """Train every run of the laptop preset, as the sweep would."""
     from experiments.studies.figure1 import STUDY
 
     preset = STUDY.presets["laptop"]
     jobs = STUDY.jobs(STUDY.fields(**preset.fields), range(preset.seeds), device="cpu", folder=Path("unused"))
-    with _pool_sizes(1), ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+    with _pool_sizes(1), _pool() as pool:
         list(pool.map(bare, jobs))
 
 

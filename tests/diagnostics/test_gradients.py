@@ -307,3 +307,19 @@ def test_vectors_that_hardly_differ_keep_their_distance():
     found, wanted = Reference([a]).compare([b]), twin.compare(a.double().numpy(), b.double().numpy())
     assert found.distance == pytest.approx(wanted["l2"], rel=1e-5)
     assert found.cosine == pytest.approx(1, abs=1e-7)
+
+
+@pytest.mark.parametrize("form", [tuple, list])
+@pytest.mark.parametrize("model", [plain(), nn.Sequential(nn.ReLU(inplace=True), plain())])
+def test_a_forward_that_works_in_place_finds_the_batch_as_it_was(model, form):
+    def loss(model, batch):
+        batch[0].add_(1)
+        return cross_entropy(model, batch)
+
+    x, y = data()
+    with Gradients.of_model(model, loss, form((x, y))) as at:
+        values = [float(at()[0]) for _ in range(3)]
+        batches = [at._lend(at.parts[0][1]) for _ in range(2)]
+    assert values[0] == values[1] == values[2] == pytest.approx(cross_entropy(model, (x + 1, y)).item())
+    assert torch.equal(y, data()[1]) and torch.equal(x, data()[0])
+    assert (batches[0] is batches[1]) == (form is tuple)  # nothing was written to it in between

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from diagnostics import LayerJacobian, Recorder, every, read_run
+from diagnostics import LayerJacobian, Recorder, WeightSpectrum, at, every, read_run
 from diagnostics.guard import guard, set_mode
 from diagnostics.jacobian import Jacobian, extreme_values, layer_jacobians, mean_squares, singular_values
 from diagnostics.probe import ProbeError
@@ -20,6 +20,7 @@ PROBES = [
     lambda: LayerJacobian(["norm1", "again", "out"], FIXED, examples=3),
     lambda: LayerJacobian(["norm", "norm1"], FIXED, jacobian="batch", examples=None, form="preactivation"),
     lambda: LayerJacobian(["norm", "norm1"], FIXED, mode="population", method="matrix_free", k=2, examples=2),
+    lambda: WeightSpectrum(["conv", "first", "again"]),
 ]
 STATISTICS = ("rank", "spread", "mean_square", "smallest", "largest", "distance")
 
@@ -358,6 +359,19 @@ def test_what_is_overwritten_in_place_is_seen_before_that():
     assert torch.allclose(found.inputs, u)
 
 
+def test_a_target_that_overwrites_its_input_is_heard_before_it_does():
+    weight = randn(3, 4)
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 3, bias=False), nn.ReLU(inplace=True)).double()
+    with torch.no_grad():
+        model[1].weight.copy_(weight)
+    x = randn(6, 4, seed=1)
+    (found,) = maps(model, x, layers=["0", "2"])
+    a = x @ weight.T
+    assert torch.allclose(found.outputs, a)
+    wanted = weight * x.std(0, correction=0) / a.std(0, correction=0)[:, None]
+    assert torch.allclose(found.jacobian.dense(), wanted.expand(6, 3, 4))
+
+
 @pytest.mark.parametrize(
     ("activation", "theory"),
     [(nn.Identity, 1.0), (nn.Sigmoid, 1.0336), (nn.Tanh, 1.1778), (nn.ReLU, math.pi / (math.pi - 1))],
@@ -536,6 +550,20 @@ def test_a_network_that_is_not_finite_is_recorded(tmp_path):
     assert np.isnan(values(table, "1.1")).all()
 
 
+def test_an_example_whose_map_is_zero_has_no_spread_and_takes_none_away(tmp_path):
+    class Gate(nn.Module):
+        def forward(self, x):
+            return x * (x[:, :1] > 0)
+
+    model = nn.Sequential(nn.Identity(), Gate(), nn.Linear(6, 6, bias=False), nn.Identity()).double()
+    x = randn(8, 6, seed=1)
+    table = record(tmp_path, LayerJacobian(["0", "3"], x), model)
+    (found,) = maps(model, x, layers=["0", "3"])
+    spread = found.jacobian.singular_values().spread
+    assert spread.isnan().sum() == (x[:, 0] <= 0).sum() > 0
+    assert cells(table, "3")["spread"] == pytest.approx(float(spread.nanmean()))
+
+
 def test_positions_count_as_examples_for_the_premise(tmp_path):
     seed_everything()
     model = awkward()
@@ -572,3 +600,52 @@ def test_settings_that_make_no_sense_are_refused(options, message):
 def test_one_layer_is_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match="name 2 layers or more"):
         Recorder(net(), tmp_path / "run", [LayerJacobian("0.1", randn(8, 6))])
+
+
+# --- the weights alone
+
+
+def test_weights_are_scaled_to_a_mean_square_of_one(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 30, bias=False), nn.Linear(30, 12))
+    nn.init.orthogonal_(model[0].weight, 7.0)
+    table = record(tmp_path, WeightSpectrum("*"), model)
+    assert values(table, "0") == pytest.approx(np.ones(30), rel=1e-5)
+    assert cells(table, "0")["norm"] == pytest.approx(7 * math.sqrt(30), rel=1e-5)
+    assert cells(table, "0")["distance"] == pytest.approx(0, abs=1e-5)
+    matrix = model[1].weight.detach().numpy().astype(np.float64)
+    wanted = np.linalg.svd(matrix, compute_uv=False)
+    wanted *= math.sqrt(12 / (wanted**2).sum())
+    assert values(table, "1") == pytest.approx(wanted, rel=1e-5)
+    numbers = slow.numbers((matrix * math.sqrt(12) / np.linalg.norm(matrix)).astype(np.float32))
+    for name in ("rank", "spread", "smallest", "largest", "distance"):
+        assert cells(table, "1")[name] == pytest.approx(numbers[name], rel=1e-4), name
+    assert set(table["mode"]) == {"-"}
+
+
+def test_weights_are_those_the_step_began_with_and_as_often_as_asked(tmp_path):
+    model = nn.Sequential(nn.Linear(5, 5))
+    probe = WeightSpectrum("0", when=at(1), name="mine")
+    with Recorder(model, tmp_path / "run", [probe]) as recorder:
+        for _ in range(2):
+            with recorder.step(None), torch.no_grad():
+                model[0].weight.mul_(2)
+                size = float(model[0].weight.norm()) / 2
+    table = read_run(tmp_path / "run")
+    assert (set(table.step), set(table.probe)) == ({1}, {"mine"})
+    assert cells(table, "0")["norm"] == pytest.approx(size, rel=1e-6)
+
+
+def test_convolutions_are_matrices_and_zero_weights_have_no_spread(tmp_path):
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Linear(3, 3))
+    nn.init.zeros_(model[1].weight)
+    table = record(tmp_path, WeightSpectrum("*"), model)
+    assert len(values(table, "0")) == 3
+    assert cells(table, "1")["norm"] == 0
+    assert math.isnan(cells(table, "1")["spread"])
+
+
+def test_a_layer_without_a_matrix_is_refused(tmp_path):
+    for layer in (nn.ReLU(), nn.BatchNorm1d(3)):
+        with pytest.raises(ValueError, match=f"'0' has no weight matrix, it is a {type(layer).__name__}"):
+            Recorder(nn.Sequential(layer), tmp_path / "run", [WeightSpectrum("0")])

@@ -279,3 +279,20 @@ def test_the_functions_on_a_model_are_what_the_probe_records(tmp_path):
     found = record(tmp_path, AlongGradient(STEPS), model, batch)
     assert [found["loss", k] for k in range(3)] == ray.loss.tolist()
     assert [found["gradient_difference", k] for k in range(3)] == ray.gradient_difference.tolist()
+
+
+def test_half_precision_walks_in_its_own_type():
+    matrix = symmetric(5).float()
+
+    def gradient_at(theta):
+        assert [block.dtype for block in theta] == [torch.bfloat16, torch.float32]
+        x = torch.cat([block.float() for block in theta])
+        g = matrix @ x
+        return x @ g / 2, (g[:3].bfloat16(), g[3:])
+
+    theta = (torch.tensor([1.0, -0.5, 0.25]).bfloat16(), torch.tensor([2.0, 0.5]))
+    ray = along_gradient(gradient_at, theta, (0.5,))
+    x = torch.cat([block.float() for block in theta])
+    assert float(ray.effective_smoothness[0]) == pytest.approx(
+        float((matrix @ matrix @ x).norm() / (matrix @ x).norm()), rel=0.02
+    )

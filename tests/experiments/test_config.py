@@ -47,6 +47,7 @@ def changed(value: Any) -> Any:
         return [*value, 7]
     return {
         "sigmoid": "tanh", "relu": "tanh", "cpu": "cuda", "sgd": "adam", "mean": "sum", "D": "A", "uniform": "normal",
+        "gaussian": "orthogonal",
         "per_step": "fixed", "after_affine": "before_affine", "deviation": "variance", "l2": "linf", None: "elsewhere",
     }.get(value)  # fmt: skip
 

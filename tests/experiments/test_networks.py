@@ -55,6 +55,17 @@ def test_a_bias_stands_where_the_normalizer_does_not_shift():
     assert make_mlp(lambda features: Batch(features, affine=False)).hidden1.linear.bias is None
 
 
+@pytest.mark.parametrize(("inputs", "hidden"), [(12, (7, 5)), (4, (9, 9))])
+def test_orthogonal_weights_are_orthogonal_and_as_large_as_gaussian_ones(inputs, hidden):
+    for weight in weights(make_mlp(inputs=inputs, hidden=hidden, init="orthogonal")):
+        values = torch.linalg.svdvals(weight)
+        assert torch.allclose(values, torch.full_like(values, 0.3 * max(weight.shape) ** 0.5), rtol=1e-5)
+        assert float(weight.detach().square().mean()) == pytest.approx(0.09, rel=1e-5)
+    one, same, other = (weights(make_mlp(init="orthogonal", seed=seed))[0] for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
 def make_vgg(normalizer=none, seed=0, **changes):
     settings = {"layout": "A", "width": 0.125, "channels": 3, "size": 32, "outputs": 10, "activation": "relu"} | changes
     return vgg(**{"glorot": "uniform"} | settings, normalizer=normalizer, generator=generator(seed))
@@ -174,6 +185,7 @@ def test_weights_have_the_asked_deviation():
         ({"inputs": 0}, "inputs must be at least 1, not 0"),
         ({"outputs": 0}, "outputs must be at least 1, not 0"),
         ({"hidden": (3, -1)}, r"hidden\[1\] must be at least 1, not -1"),
+        ({"init": "uniform"}, "init is gaussian or orthogonal, not 'uniform'"),
         ({"init_std": -0.1}, "init_std is a standard deviation, not -0.1"),
         ({"init_std": float("nan")}, "init_std is a standard deviation, not nan"),
         ({"activation": "gelu"}, "not 'gelu'"),
