@@ -87,6 +87,7 @@ class _Judged:
     pair: Pair
     readings: Mapping[str, Reading]
     levels: Mapping[str, Estimate]  # eta x smoothness in the second half of training, by kind
+    losses: Mapping[str, tuple[float, ...]]  # at the last record, one a seed: arms differ in how far they came
 
     @property
     def before(self) -> str:
@@ -128,7 +129,9 @@ def draw(folder: Path) -> style.Drawn:
     names = ("loss", "gradient_difference", "effective_smoothness")
     walks = {direction: read(study, pairs, f"along_gradient.{direction}", names, grid=True) for direction in DIRECTIONS}
     virtual = _virtual(study, pairs)
-    judged = [_judge(study, pair, walks, virtual) for pair in pairs]
+    starts = read(study, pairs, "along_gradient.gradient", ("start_loss",), grid=False)
+    losses = {key: float(frame[WHOLE].iloc[-1]) for key, frame in starts.items()}
+    judged = [_judge(study, pair, walks, virtual, losses) for pair in pairs]
     plotted = pd.DataFrame(_walked(study, pairs, walks), columns=_COLUMNS)
     controls = pd.DataFrame(_stepped(study, pairs, virtual), columns=_COLUMNS)
     with style.look():
@@ -186,7 +189,9 @@ def _shared(frames: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
     return [frame.loc[common] for frame in frames]
 
 
-def _judge(study: Study, pair: Pair, walks: Walks, virtual: Mapping[Key, _Virtual]) -> _Judged:
+def _judge(
+    study: Study, pair: Pair, walks: Walks, virtual: Mapping[Key, _Virtual], losses: Mapping[Key, float]
+) -> _Judged:
     half, sizes = study.setting("training", "steps", arm=pair.arm("none")) / 2, _sizes(study)
     sides: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in READINGS}
     late: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -213,7 +218,8 @@ def _judge(study: Study, pair: Pair, walks: Walks, virtual: Mapping[Key, _Virtua
             add(unit, [(frame / sizes).max(axis=1) for frame in steps])
     readings = {name: compare(*side) for name, side in sides.items()}
     levels = {kind: level(values) for kind, values in late.items()}
-    return _Judged(pair, readings, levels)
+    ends = {kind: tuple(losses[pair.arm(kind), seed, "start_loss"] for seed in study.seeds) for kind in KINDS}
+    return _Judged(pair, readings, levels, ends)
 
 
 def _rows(pair: Pair, kind: str, panel: str, x: Floats, ends: Sequence[Floats], seeds: Sequence[int]) -> Iterator[Row]:
@@ -416,6 +422,7 @@ def _table(judged: Sequence[_Judged]) -> pd.DataFrame:
         text = [one.levels[kind].text(".3g") for kind in KINDS]
         edges = " and ".join(NAMES[kind] for kind in KINDS if one.at_edge(kind))
         rows.append((one.pair.title, "eta x smoothness, late", *text, "", f"at 2: {edges}" if edges else "not at 2"))
+        rows.append((one.pair.title, "loss, last record", *(number(one.losses[kind]) for kind in KINDS), "", ""))
         rows.append((one.pair.title, "VERDICT", "", "", "", f"{one.before} -> {one.after}"))
     rows += _exponents(judged)
     return pd.DataFrame(rows, columns=["network", "measure", "without BN", "with BN", "with/without", "outcome"])

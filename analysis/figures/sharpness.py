@@ -98,6 +98,7 @@ class _Judged:
     readings: Mapping[str, Reading]
     shares: Mapping[str, tuple[float, ...]]  # of late records at the line, one a seed, by kind; empty without a line
     beyond: Mapping[str, tuple[float, ...]]  # of late records above that
+    losses: Mapping[str, tuple[float, ...]]  # at the last record, one a seed: arms differ in how far they came
 
     def at_edge(self, kind: str) -> bool:
         """Whether more than half of the late records are at the line, interval included, where theory has one."""
@@ -186,7 +187,8 @@ def _judge(study: Study, pair: Pair, protocol: _Protocol, series: Series) -> _Ju
             late = [curve[curve.index >= protocol.steps / 2].to_numpy() / protocol.line for curve in curves]
             shares[kind] = tuple(_mean(np.abs(values - 1) <= WIDTH) for values in late)
             beyond[kind] = tuple(_mean(values > 1 + WIDTH) for values in late)
-    return _Judged(pair, protocol, readings, shares, beyond)
+    ends = {kind: tuple(float(series[pair.arm(kind), seed, "loss"].iloc[-1]) for seed in study.seeds) for kind in KINDS}
+    return _Judged(pair, protocol, readings, shares, beyond, ends)
 
 
 def _mean(values: NDArray[np.bool_]) -> float:
@@ -315,6 +317,7 @@ def _table(judged: Sequence[_Judged]) -> pd.DataFrame:
             rows.append((one.pair.title, "late records at line", *_share_texts(one)))
             above = [_share(one.beyond[kind]) for kind in KINDS]
             rows.append((one.pair.title, "late records beyond", *(e.text(".2f") for e in above), "", ""))
+        rows.append((one.pair.title, "loss, last record", *(number(one.losses[kind]) for kind in KINDS), "", ""))
         rows.append((one.pair.title, "VERDICT", "", "", "", one.verdict))
     rows += _exponents(judged)
     return pd.DataFrame(rows, columns=["network", "measure", "without BN", "with BN", "with/without", "outcome"])

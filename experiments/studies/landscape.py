@@ -155,14 +155,19 @@ STUDY = Study(
         ),
         "laptop": Preset(seeds=5, fields={}),
         "paper": Preset(
-            seeds=5,
+            seeds=5, fields={"network": ("linear",), "steps": 10_000, "walk_every": 100, "virtual_every": 500}
+        ),
+        "paper-vgg": Preset(
+            seeds=3,
             fields={
-                "network": ("vgg", "linear"),
+                "network": ("vgg",),
                 "steps": 15_000,
                 "layout": "D",
                 "width": 1.0,
                 "vgg_lr": (0.1, 0.01),
                 "lowest": 0.5,
+                "walk_every": 250,
+                "virtual_every": 2500,
             },
         ),
     },

@@ -136,14 +136,17 @@ STUDY = Study(
             },
         ),
         "laptop": Preset(seeds=5, fields={}),
-        "paper": Preset(
-            seeds=5,
+        "paper": Preset(seeds=5, fields={"network": ("linear",), "steps": 10_000, "sharpness_every": 100}),
+        "paper-vgg": Preset(
+            seeds=3,
             fields={
-                "network": ("vgg", "linear"),
+                "network": ("vgg",),
                 "steps": 15_000,
                 "layout": "D",
                 "width": 1.0,
                 "vgg_lr": (0.1, 0.01),
+                "sharpness_every": 500,
+                "fixed_every": 2500,
             },
         ),
     },

@@ -79,7 +79,7 @@ def plant(
             for name in ("loss", "gradient_difference", "effective_smoothness"):
                 points[name][-1] = NAN if step == 20 else INF
         writer.write(step, "along_gradient.gradient", "-", points)
-        writer.write(step, "along_gradient.gradient", "-", {"effective_smoothness": top, "start_loss": 2.0})
+        writer.write(step, "along_gradient.gradient", "-", {"effective_smoothness": top, "start_loss": 2.0 - step / 20})
         other = points | {"effective_smoothness": smooth / 10, "loss": np.full(len(shares), 2.0)}
         other["gradient_difference"] = np.ones(len(shares))
         writer.write(step, "along_gradient.random", "-", other)
@@ -186,6 +186,8 @@ def test_a_run_that_diverged_is_shown_compared_where_it_was_and_named(tmp_path: 
     assert reading(tmp_path, "gradient")["outcome"] == "smaller"
     late = drawn.table[drawn.table["measure"] == "eta x smoothness, late"].iloc[0]
     assert late["without BN"] == "nan"
+    loss = drawn.table[drawn.table["measure"] == "loss, last record"].iloc[0]
+    assert loss[["without BN", "with BN"]].tolist() == [f"{(0.5 * 0.5 * 1.5) ** (1 / 3):.3g}", "0.5"]
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,8 @@ def test_planted_ratios_curves_and_shares_are_read_back(tmp_path: Path) -> None:
     assert share.to_dict() == {"none": 0.5, "batch": 1.0}
     row = drawn.table[drawn.table["measure"] == "late records at line"].iloc[0]
     assert row["with/without"] == "difference +0.50 [+0.50, +0.50]"
+    loss = drawn.table[drawn.table["measure"] == "loss, last record"].iloc[0]
+    assert loss[["without BN", "with BN"]].tolist() == ["1.7", "1.7"]
     assert "batch" not in set(table["panel"])  # the batch is all there is
 
 

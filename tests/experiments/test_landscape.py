@@ -65,7 +65,7 @@ def test_only_the_papers_own_grid_starts_at_half_the_rate(tmp_path: Path) -> Non
         for arm in STUDY.conditions(fields):
             measures = STUDY.configure(fields, arm, 0, "cpu").model_dump()["measures"]
             first = measures["grid"][0] / float(arm.name.split("-", 1)[1].rpartition("-")[0])
-            assert math.isclose(first, 0.5) == (name == "paper" and arm.name.startswith("vgg"))
+            assert math.isclose(first, 0.5) == (name == "paper-vgg")
 
 
 def test_what_is_measured_is_what_the_study_says(tmp_path: Path) -> None:
