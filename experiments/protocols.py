@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from experiments.seeds import Streams
     from experiments.train import Batch
 
-__all__ = ["GradientFields", "MnistFields", "gradient_arms", "gradient_run", "mnist_run", "probe_examples"]
+__all__ = ["GradientFields", "MnistFields", "Rates", "gradient_arms", "gradient_run", "mnist_run", "probe_examples"]
 
 T = TypeVar("T", float, str)
 
