@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor, autograd, nn
 
 from diagnostics import quantiles
+from diagnostics.guard import isolated
 from diagnostics.probe import Rows, Site, StepView, default_name
 from diagnostics.quantiles import Summary, prepare, submit, summarize_many
 from diagnostics.schedules import Schedule, every
@@ -38,7 +39,7 @@ class Activations:
             output (multiplied by the loss scale where the user's backward is).
         percentiles: Between 0 and 100 (`diagnostics.quantiles.summarize` takes fractions between 0 and 1).
         on: ``"batch"`` reduces what the user's own first forward of the step computes. Anything else is a fixed probe
-            batch, in the form the recorder's loss (or the model) takes; it is run at theta_t under the guard.
+            batch, in the form the recorder's loss (or the model) takes; copied, and run at theta_t under the guard.
         mode: For a probe batch: ``batch`` or ``population`` statistics in the normalizers; dropout is off in both.
         per: ``unit``, or ``layer`` to pool everything (then unit is -1).
         unit_dim: The dimension that numbers the units: 1 for (N, C, ...), -1 for (N, T, D).
@@ -78,7 +79,7 @@ class Activations:
             )
         self.layers = layers
         self.signal: Signal = signal
-        self.on = on
+        self.on = isolated(on, {})  # the user may go on to write to it
         self.mode = mode
         self.per = per
         self.unit_dim = unit_dim

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from diagnostics.distances import Sample, check_distances, distances, floor
+from diagnostics.guard import isolated
 from diagnostics.probe import Rows, Site, StepView, default_name
 from diagnostics.schedules import Schedule, every
 from diagnostics.taps import Layers, Listening, Tap, resolve
@@ -47,19 +48,21 @@ _MOMENTS = frozenset({"mean_shift", "std_shift", "kl_gaussian"})
 class Drift:
     """Distances between a layer's values now and at a reference step, on a fixed probe batch.
 
-    Per layer it writes, at every record, ``nonfinite`` (examples left out of a unit's samples because they are not
+    Per layer it writes, at every record, ``nonfinite`` (values left out of a unit's samples because they are not
     finite in one of them) and, once there is a reference, each distance per unit, its median over units as unit -1, and
     the share of units above their latest ``<distance>_floor95`` as ``<distance>_share_above_floor``. Medians and shares
     are over the units where the distance is defined.
 
     Args:
         layers: Which modules, see `diagnostics.taps.resolve`.
-        probe_batch: The examples, in the form the recorder's loss (or the model) takes. At least 2, and 4 for a floor.
+        probe_batch: The examples, in the form the recorder's loss (or the model) takes; copied. At least 2, and 4 for a
+            floor.
         distances: Of `diagnostics.distances.DISTANCES`.
         shape: Distances to measure of the standardized samples too, as ``shape_<distance>``.
         reference: ``previous``, the record before; or ``start``, the first record.
         signal: A module's ``input`` or its ``output``.
-        mode: ``batch`` or ``population`` statistics in the normalizers; dropout is off in both.
+        mode: ``batch`` or ``population`` statistics in the normalizers; dropout is off in both. ``batch`` is the
+            probe batch's also where a normalizer is frozen in training and never uses it.
         floor_every: A floor at the first and then at every so-manieth record; None for none, and no shares.
         positions: For a layer with more than one value per unit and example (a convolution, a sequence): how many of
             them are kept, at most. Drawn once for each example, from ``seed``, and the same at every step.
@@ -104,7 +107,7 @@ class Drift:
         if mode not in ("batch", "population"):
             raise ValueError(f"mode must be 'batch' or 'population', got {mode!r}")
         self.layers = layers
-        self.probe_batch = probe_batch
+        self.probe_batch = isolated(probe_batch, {})  # the user may go on to write to it
         self.reference: Reference = reference
         self.signal: Point = signal
         self.mode = mode

@@ -472,14 +472,14 @@ def check_mode(mode: str) -> str:
 
 
 def check_on(on: Any) -> Any:
-    """``on`` of a probe: ``"batch"`` or a batch.
+    """``on`` of a probe: ``"batch"``, or a batch of which this is a copy.
 
     Raises:
         ValueError: If it is another string.
     """
     if isinstance(on, str) and on != "batch":
         raise ValueError(f"on must be 'batch', for the step's own, or a batch, got {on!r}")
-    return on
+    return isolated(on, {})  # the user may go on to write to it
 
 
 def chosen_batch(on: Any, view: StepView) -> Any:

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from diagnostics.guard import isolated
 from diagnostics.probe import Rows, Site, StepView, default_name
 from diagnostics.schedules import Schedule, every
 from diagnostics.taps import Layers, Listening, Tap, resolve
@@ -70,7 +71,7 @@ class MinibatchShift:
         if not len(_tensors(pool)) or not len(_tensors(pool)[0]):
             raise ValueError("pool holds no examples")
         self.layers = layers
-        self.pool = pool
+        self.pool = isolated(pool, {})  # the user may go on to write to it
         self.signal: Literal["input", "output"] = signal
         self.mode = mode
         self.unit_dim = unit_dim

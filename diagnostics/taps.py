@@ -79,6 +79,8 @@ def resolve(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
         layers: A glob on the full name (``*`` crosses dots; a leading ``*.`` also matches the top level; ``""`` is the
             model itself), a list of globs, or a predicate on (name, module). A module under two names counts once.
 
+    What matches and never runs in a forward (a container, an unused head) is no error, as long as something else does.
+
     Raises:
         ValueError: If a glob, or the predicate, matches nothing; the closest names are listed.
     """

@@ -175,7 +175,19 @@ def _parse(study: Study[Any], words: list[str]) -> tuple[Common, Any, Any] | Non
     if unknown:
         raise BadInputError(_explain_unknown(unknown, [flag.name for flag in flags]))
     given = [dataclasses.asdict(getattr(values, name)) for name in sections]
+    _drop_what_does_not_apply(study.fields, sections[study.name], given[1])
     return Common(**given[0]), study.fields(**given[1]), study.drawing(**given[2])
+
+
+def _drop_what_does_not_apply(model: type[Frozen], section: type[Any], given: dict[str, Any]) -> None:
+    """Take out of ``given`` what the preset says and the user's own choices leave without a meaning.
+
+    What the user typed stays, to be refused by name.
+    """
+    usual = dataclasses.asdict(section())
+    for name in model.model_construct(**given).unused():
+        if given[name] == usual[name]:
+            del given[name]
 
 
 def _section(model: type[Frozen], defaults: Mapping[str, Any], presets: tuple[str, ...] = ()) -> type[Any]:

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from experiments.normalizers import Ghost, NoiseLaw, NoisyBatch, Population
+from experiments.normalizers import Batch, Ghost, NoiseLaw, NoisyBatch, Population
 
 Target = Literal["noisy", "population", "ghost"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -113,12 +113,19 @@ def converted(
     try:
         yield model
     finally:
-        restore(model)
+        if any(hasattr(module, _FORMER) for module in model.modules()):  # the block may have restored it already
+            restore(model)
 
 
 def _check_arguments(to: Target, generator: torch.Generator | None, law: NoiseLaw | None, group: int | None) -> None:
     if to not in ("noisy", "population", "ghost"):
         raise ValueError(f"to is noisy, population or ghost, not {to!r}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator is a torch.Generator, not {generator!r}")
+    if law is not None and not isinstance(law, NoiseLaw):
+        raise ValueError(f"law is a NoiseLaw, not {law!r}")
+    if group is not None and (isinstance(group, bool) or not isinstance(group, int)):
+        raise ValueError(f"group is a number of examples, not {group!r}")
     if (generator is None) == (to == "noisy"):
         raise ValueError(f"a generator is what noisy needs and no other: to is {to}, generator is {generator}")
     if law is not None and to != "noisy":
@@ -127,6 +134,15 @@ def _check_arguments(to: Target, generator: torch.Generator | None, law: NoiseLa
         raise ValueError(f"a group is what ghost needs and no other: to is {to}, group is {group}")
     if group is not None and group < 1:
         raise ValueError(f"group must be at least 1, not {group}")
+
+
+def _own_names(kind: type) -> set[str]:
+    """What a class of somebody else's defines that its instances would miss in another class."""
+    if kind.__module__.partition(".")[0] in ("torch", "builtins", "typing") or kind is Batch:
+        return set()
+    harmless = {"__init__", "__module__", "__doc__", "__annotations__", "__qualname__", "__dict__", "__weakref__"}
+    harmless |= {"__firstlineno__", "__static_attributes__", "__parameters__", "extra_repr", "_check_input_dim"}
+    return set(vars(kind)) - harmless
 
 
 def _obstacle(module: _BatchNorm, to: Target) -> str | None:
@@ -138,6 +154,9 @@ def _obstacle(module: _BatchNorm, to: Target) -> str | None:
     own = type(module).forward not in (_BatchNorm.forward, SyncBatchNorm.forward) or "forward" in vars(module)
     if own:
         return "it has a forward of its own, which the conversion would lose"
+    lost = sorted({name for kind in type(module).__mro__ for name in _own_names(kind)})
+    if lost:
+        return f"its class defines {', '.join(lost)}, which the conversion would lose"
     if is_parametrized(module):
         return "its parameters are parametrized"
     processes = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -14,7 +14,8 @@ are made all the same), the three forms have one marginal law, and in eval mode 
 
 Noise comes from a ``torch.Generator`` given at construction and held by the module as ``generator``, one for all layers
 of a network or one each. Its state is the only random state there is, and it is part of the module's ``state_dict``
-(as extra state), so a run resumed from a checkpoint continues the stream.
+(as extra state), so a run resumed from a checkpoint continues the stream. Activation checkpointing, which computes a
+forward again, would draw other noise, and is refused.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ class _Noise(nn.Module):
 
     def _draw(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Draw the gain s and the shift m for every value of ``x`` (N, C, *positions), in float32 at least."""
+        _refuse_recomputation("other noise would be drawn than in the forward")
         law, source = self.law, _on(x.device, self.generator)
         if law.form == "fixed":
             mu, sigma = _per_unit(self.fixed_mu, x), _per_unit(self.fixed_sigma, x)
@@ -235,6 +237,7 @@ class Population(Batch):
             raise ValueError("population normalization needs running statistics, and this module tracks none")
         if not self.training:
             return F.batch_norm(x, mean, variance, self.weight, self.bias, eps=self.eps)
+        _refuse_recomputation("the running statistics have moved since the forward")
         # autograd keeps what it was given, and the buffers are about to move
         y = F.batch_norm(x, mean.clone(), variance.clone(), self.weight, self.bias, eps=self.eps)
         factor = self._count_batch()
@@ -401,6 +404,12 @@ class Layer(Group):
 
     def __init__(self, features: int, *, eps: float = 1e-5, affine: bool = True) -> None:
         super().__init__(features, groups=1, eps=eps, affine=affine)
+
+
+def _refuse_recomputation(reason: str) -> None:
+    """Refuse a forward within a backward: activation checkpointing, whose gradients would be silently wrong here."""
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(f"activation checkpointing cannot compute this normalizer again in a backward: {reason}")
 
 
 def _check_shape(x: Tensor, features: int, training: bool) -> None:

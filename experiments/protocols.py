@@ -44,6 +44,9 @@ T = TypeVar("T", float, str)
 
 def _distinct(values: tuple[T, ...]) -> tuple[T, ...]:
     names = [value if isinstance(value, str) else f"{value:g}" for value in values]  # as arms are named
+    for value, name in zip(values, names, strict=True):
+        if not isinstance(value, str) and float(name) != value:
+            raise ValueError(f"a rate has at most six digits, got {value!r}")
     if len(set(names)) != len(names):
         raise ValueError(f"each is run once, got {' '.join(names)}")
     return values

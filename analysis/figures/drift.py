@@ -45,7 +45,7 @@ DISTANCES = {
     "shape_wasserstein1": "shape W1",
 }
 MOMENTS = ("mean", "sd")
-BAR, STEPS = 0.25, 5000  # the referee's
+BAR, ENDS = 0.25, (0, 1000, 2000, 3000, 4000, 5000)  # the referee's, in our reading
 
 _STYLES = dict(zip(ARMS, (style.WITHOUT_BN, style.WITH_BN), strict=True))
 # Where BN fixes a unit's mean and variance by construction, and where what it fixed is only passed on.
@@ -66,7 +66,7 @@ class _Reduction:
     estimate: Estimate
     without: float
     with_: float
-    steps: int  # that the epochs span
+    ends: tuple[int, ...]  # of the epochs, and the start
 
     @property
     def pinned(self) -> str:
@@ -76,8 +76,8 @@ class _Reduction:
     @property
     def verdict(self) -> str:
         """What the interval says about the referee's bar, where the test is the referee's."""
-        if self.steps != STEPS:
-            return f"no verdict from {self.steps} steps"
+        if self.ends != ENDS:
+            return f"no verdict from epochs that end at {style.and_list([str(end) for end in self.ends[1:]])}"
         if not self.estimate.has_interval:
             return "one seed, undecided"
         if self.estimate.high < BAR:
@@ -170,7 +170,7 @@ def _referee(study: Study, layers: int) -> Iterator[_Reduction]:
                 drift = {arm: _epochwise(*moments[arm], scaled=scale == "in sd") for arm in ARMS}
                 reduction = (1 - drift["batch"] / drift["none"]).mean(axis=(1, 2))  # (S,) over layers and moments
                 without, with_ = (float(drift[arm].mean()) for arm in ARMS)
-                yield _Reduction(point, mode, scale, mean(reduction), without, with_, ends[-1])
+                yield _Reduction(point, mode, scale, mean(reduction), without, with_, tuple(ends))
 
 
 def _moments_at(study: Study, arm: str, ends: Sequence[int]) -> pd.DataFrame:
@@ -348,7 +348,8 @@ def _referee_figure(study: Study, reductions: Sequence[_Reduction]) -> Figure:
         color = "#9A9A9A" if one.pinned else style.WITH_BN.color
         found = one.estimate
         if found.estimate < _FURTHEST:
-            label = f"\N{LEFTWARDS ARROW} {1 - found.estimate:.3g} times the drift"
+            doubt = f" [{1 - found.high:.3g}, {1 - found.low:.3g}]" if found.has_interval else ""
+            label = f"\N{LEFTWARDS ARROW} {1 - found.estimate:.3g}{doubt} times the drift"
             axes.annotate(label, (_FURTHEST, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
             continue
         if found.has_interval:
@@ -438,7 +439,8 @@ def _table(study: Study, curves: pd.DataFrame, reductions: Sequence[_Reduction])
         for arm in ARMS:
             sides.append(_matrix(curves, arm=arm, statistic=distance, **where)[1].mean(axis=1))
             floors.append(_matrix(curves, arm=arm, statistic=f"{distance}_floor", **where)[1].mean())
-        pinned = _PINNED.get((point, mode), "") if not distance.startswith("shape") else ""
+        # What is pinned are mean and sd: the shape, which W1 sees too, is free.
+        pinned = _PINNED.get((point, mode), "") if distance in ("mean_shift", "std_shift") else ""
         numbers = (f"{sides[0].mean():.2g}", f"{sides[1].mean():.2g}", _reduction_text(sides[1], sides[0]))
         star = "*" if pinned else ""
         rows.append(
@@ -461,7 +463,8 @@ def _reduction_text(a: Floats, b: Floats) -> str:
 def _percent(reduction: Estimate) -> str:
     """``84% [83%, 85%]``; as a factor where BN multiplies the drift by more than ten."""
     if reduction.estimate < -9:
-        return f"{1 - reduction.estimate:.3g} times the drift"
+        doubt = f" [{1 - reduction.high:.3g}, {1 - reduction.low:.3g}]" if reduction.has_interval else ""
+        return f"{1 - reduction.estimate:.3g}{doubt} times the drift"
     return reduction.text(".0%")
 
 
@@ -472,13 +475,14 @@ def _readings(reductions: Sequence[_Reduction]) -> tuple[_Reduction, _Reduction]
 
 
 def _title(study: Study, reductions: Sequence[_Reduction]) -> str:
-    batch, population = _readings(reductions)
+    (batch, population), count = _readings(reductions), len(study.seeds)
     return (
         "Drift without and with BN (mean over records of the median over units; point: before or after the normalizer,"
         " or after the nonlinearity). Referee's 25% test, inputs of layers 2 to L, unscaled: batch mode"
         f" {_percent(batch.estimate)} ({batch.pinned}), population mode {_percent(population.estimate)}"
-        f" ({population.verdict}). Brackets: 95% Student t over {len(study.seeds)} seeds; *: BN pins it, or passes the"
-        " pin on"
+        f" ({population.verdict}). "
+        + (f"Brackets: 95% Student t over {count} seeds" if count > 1 else "One seed, no intervals")
+        + "; *: BN pins it, or passes the pin on"
     )
 
 

@@ -143,6 +143,8 @@ def _typical_mover(study: Study, arm: str, seed: int, layer: str) -> int:
     every = int(study.setting("measures", "every"))
     found = load_records(study, probe="drift.previous", statistic="mean_shift", layer=layer, arm=arm, seed=seed)
     found = found[(found["unit"] >= 0) & (found["step"] % every == 1) & np.isfinite(found["value"])]
+    if found.empty:  # diverged before it moved
+        return 0
     moved = found.groupby("unit")["value"].mean().sort_index()
     return int((moved - moved.median()).abs().idxmin())
 
@@ -280,7 +282,7 @@ def _caption(study: Study, ridges: pd.DataFrame) -> str:
     diverged = f" Diverged (crosses: the last evaluation): {', '.join(lost)}." if lost else ""
     return (
         f"Above: share of {fixed} fixed training examples classified rightly, every {every} steps, with the noise off "
-        f"and running statistics; and, right, of {sample} others with batch statistics and each step's noise, the "
+        f"and running statistics; and, right, of {sample} others with batch statistics and noise, the "
         f"network that is being trained (the source shows training accuracy). {lines}{diverged} {_DATA[data['name']]}, "
         f"{net}, {network['activation']}; SGD with learning rate {training['learning_rate']:g}, batches of "
         f"{training['batch']}.\n"

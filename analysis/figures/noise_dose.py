@@ -61,6 +61,10 @@ def dose_figure(study: Study, effects: Sequence[Effect], numbers: pd.DataFrame, 
         for form, (color, _) in _FORM_LOOKS.items():
             line = numbers[(numbers["form"] == form) & (numbers["seed"] == "all")].sort_values("dose")
             axes.plot(line["drift"].clip(lower=_STILL), line[column], color=color, lw=1.0, zorder=2)
+        known = numbers[np.isfinite(numbers["drift"]) & np.isfinite(numbers[column])]
+        if known.empty:  # every run diverged: there is no place for a mark
+            axes.set_title(title)
+            continue
         axes.set_xscale("log")
         axes.set_xlabel("drift of the mean from step to step, in sd")
         axes.set_title(title)

@@ -122,9 +122,10 @@ def stability_figure(
                 axes.fill_between(*low, high[1], color=look.color, alpha=0.16, lw=0)
                 sampling, name = _series(mine, "sampling", "mean"), f"{name}: sampling alone"
                 axes.plot(*sampling, color=look.color, ls=":", lw=1.6, zorder=look.order, label=name)
-            axes.set_yscale("log")
             shown = here[(here["part"] != "movement") & (here["series"] == "mean") & (here["value"] > 0)]["value"]
-            axes.set_ylim(max(float(shown.min()) / 1.5, _LOWEST), float(shown.max()) * 1.5)
+            if len(shown):  # nothing is where every run diverged at once
+                axes.set_yscale("log")
+                axes.set_ylim(max(float(shown.min()) / 1.5, _LOWEST), float(shown.max()) * 1.5)
             axes.xaxis.set_major_formatter(FuncFormatter(style.thousands))
             axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
             if layer == next(iter(layers)):

@@ -44,6 +44,9 @@ class DriftFields(MnistFields):
     path_every: Count = Field(50, description="steps between the records whose drifts add up to a path")
     epoch_records: Count = Field(10, description="records of drift that make an epoch of the referee's test")
     epochs: Count = Field(5, description="epochs the referee's test looks at")
+    sample: Annotated[int, Field(ge=4, le=60_000)] = Field(
+        1000, description="fixed training examples that are measured on"
+    )
     pool: Annotated[int, Field(ge=1, le=60_000)] = Field(6000, description="examples that other minibatches come from")
     fixed: Annotated[int, Field(ge=1, le=60_000)] = Field(2000, description="training examples the loss is followed on")
     fixed_every: Count = Field(50, description="steps between two losses on them")

@@ -7,9 +7,11 @@ once; so each dose c of it comes in three forms with one marginal law for each a
 per step (Algorithm 1: the distribution moves at every step), per sample (the same noise, almost no movement) and fixed
 (a distribution that is displaced once). The effect of movement is the contrast per step minus per sample at equal dose.
 
-Drift is measured on fixed training examples, with normalizers and noise as in training: at step t the noise is the one
-that step t drew. Two records follow each other by one step, and the next two come ``drift_every`` steps later: so there
-is a drift from one step to the next, as the source has it, and one over ``drift_every - 1`` steps.
+Drift is measured on fixed training examples, with normalizers and noise as in training: at step t the noise is drawn
+anew, of the same law, from where the step found the stream (in the first layer that is the step's own shift and gain;
+further on a larger sample has used up more of the stream). Two records follow each other by one step, and the next two
+come ``drift_every`` steps later: so there is a drift from one step to the next, as the source has it, and one over
+``drift_every - 1`` steps.
 """
 
 from __future__ import annotations
@@ -57,6 +59,9 @@ LAYERS = {"mlp": "hidden*.nonlinearity", "vgg": "features.*.nonlinearity"}
 def _distinct(doses: tuple[float, ...]) -> tuple[float, ...]:
     if len({f"{dose:g}" for dose in doses}) != len(doses):  # as arms are named
         raise ValueError(f"each dose is run once, got {' '.join(f'{dose:g}' for dose in doses)}")
+    for dose in doses:
+        if float(f"{dose:g}") != dose:
+            raise ValueError(f"a dose has at most six digits, got {dose!r}")
     return doses
 
 
@@ -153,6 +158,12 @@ def arms(fields: NoiseFields) -> tuple[Arm, ...]:
 def configure(fields: NoiseFields, arm: Arm, seed: int, device: Device) -> RunConfig:
     """One arm with one seed: the arms differ in the normalizer alone."""
     mlp = fields.network == "mlp"
+    least = max(fields.drift_every + 2, fields.fixed_every + 1)
+    if fields.steps < least:
+        raise ValueError(
+            f"steps must be at least {least}, so that there is drift to compare and a curve of accuracy: more than "
+            f"drift_every + 1 and fixed_every ({fields.drift_every} and {fields.fixed_every}), got {fields.steps}"
+        )
     measures = NoiseMeasures(
         every=fields.drift_every,
         floor_every=fields.floor_every,
@@ -217,7 +228,7 @@ def _normalizer(fields: NoiseFields, arm: Arm) -> NormalizerConfig:
 
 
 class BatchAccuracy:
-    """Accuracy on fixed examples with the batch's statistics and the step's noise: what the source plots.
+    """Accuracy on fixed examples with the batch's statistics and noise of the same law: what the source plots.
 
     Evaluation takes the noise away and normalizes by running statistics; this is the network that is being trained.
     """
@@ -287,7 +298,7 @@ STUDY = Study(
     measures=(
         "accuracy on fixed training examples (population statistics, noise off): steps to a target, interval-censored"
         " by the cadence and right-censored by the end of training; and the area under the curve, its mean height",
-        "the same with batch statistics and the step's noise, as the source plots it; held-out accuracy",
+        "the same with batch statistics and noise, as the source plots it; held-out accuracy",
         "drift of the nonlinearities' inputs on fixed training examples, normalizers and noise as in training, from one"
         " step to the next, over the steps between records, and from the start, in sd, with the sampling floor",
         "the source's stability metrics on the training batches: |change| of a unit's mean and variance from one step"

@@ -628,3 +628,12 @@ def test_bad_input_is_refused_by_name():
         floor(x, ("ks",), 0, seed=0)
     with pytest.raises(ValueError, match="not negative, got -1"):
         floor(x, ("ks",), seed=-1)
+
+
+@pytest.mark.parametrize("examples", [1000, 8191, 40_001, 70_000])
+def test_the_walks_of_all_splits_count_far_enough(examples):
+    """Equal halves step by one, unequal ones by their sizes: sums that a short integer would not hold."""
+    x = np.random.default_rng(0).normal(size=(examples, 2)).astype(np.float32)
+    found = floor(x, ("wasserstein1",), 2, seed=3)
+    twin = floor(x, ("wasserstein1", "ks"), 2, seed=3)  # with ks every split is merged for itself
+    np.testing.assert_allclose(found.mean["wasserstein1"], twin.mean["wasserstein1"], rtol=1e-10)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from diagnostics import Activations, Recorder, at, every, read_run
+from diagnostics import Activations, Drift, Recorder, at, every, read_run
 from diagnostics.probe import ProbeError, Rows
 from diagnostics.record import read_status
 from diagnostics.recorder import read_checkpoint
@@ -215,6 +215,18 @@ def test_a_model_whose_parameters_are_not_there_yet_is_refused(tmp_path):
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(ValueError, match="parameter '0.weight' has no shape yet: run the model once"):
         Recorder(model, tmp_path / "run", [])
+
+
+@pytest.mark.parametrize("make", [lambda x: Drift("0", x, floor_every=None), lambda x: Activations("0", on=x)])
+def test_a_probe_batch_is_kept_as_it_was_handed_over(tmp_path, make):
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.randn(6, 2)
+    with Recorder(model, tmp_path / "run", [make(x)]) as recorder:
+        for _ in range(3):
+            with recorder.step(None):
+                x += 1
+    table = read_run(tmp_path / "run")
+    moved = table[table["statistic"].isin(["mean_shift", "mean"])].groupby("unit")["value"]
+    assert (moved.max() == moved.min()).all()
 
 
 def test_modes_reach_the_model(tmp_path):

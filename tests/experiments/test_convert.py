@@ -1,12 +1,14 @@
 """Conversion: on a residual network in plain torch, everything but the normalization stays what and where it was."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from experiments.convert import convert, converted, restore
 from experiments.networks import mlp
@@ -271,9 +273,49 @@ def normed() -> nn.Module:
     return weight_norm(module)
 
 
+class OwnCall(nn.BatchNorm2d):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x).relu()
+
+
+class OwnMethod(nn.BatchNorm2d):
+    def loss(self) -> Tensor:
+        return self.weight.abs().sum()
+
+
+class OwnMomentum(nn.BatchNorm2d):
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.count = 0
+
+    @property
+    def momentum(self) -> float:
+        return 0.1
+
+    @momentum.setter
+    def momentum(self, value: float) -> None:
+        pass
+
+
+class Chosen(nn.BatchNorm2d):
+    """Defines nothing that a conversion would lose."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features, eps=1e-3)
+
+
+def test_a_subclass_that_only_chooses_settings_is_converted() -> None:
+    module = convert(Chosen(4), "ghost", group=3)
+    assert type(module) is Ghost
+    assert type(restore(module)) is Chosen
+
+
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
+        (OwnCall(4), "its class defines __call__, which"),
+        (OwnMethod(4), "its class defines loss, which"),
+        (OwnMomentum(4), "its class defines momentum, which"),
         (WithActivation(4), r"bad \(WithActivation\) cannot be converted: it has a forward of its own"),
         (patched(), "forward of its own"),
         (Ghost(4, group=2), "forward of its own"),
@@ -326,3 +368,39 @@ def test_arguments_that_are_missing_or_belong_to_another_target_are_refused(to, 
     with pytest.raises(ValueError, match=complaint):
         convert(model, to, **arguments)
     assert type(model.first) is nn.BatchNorm1d
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"generator": 123}, "generator is a torch.Generator, not 123"),
+        ({"generator": torch.Generator(), "law": {"strength": 2}}, "law is a NoiseLaw, not"),
+        ({"to": "ghost", "group": 2.0}, "group is a number of examples, not 2.0"),
+        ({"to": "ghost", "group": True}, "group is a number of examples, not True"),
+    ],
+)
+def test_arguments_of_a_wrong_type_convert_nothing(options: dict[str, Any], complaint: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match=complaint):
+        convert(model, **options)
+    assert [type(module) for module in model] == [nn.BatchNorm1d] * 2
+
+
+@pytest.mark.parametrize("to", ["noisy", "population"])
+def test_recomputation_in_a_backward_is_refused(to: str) -> None:
+    """Activation checkpointing draws (or has moved) what the forward used: the gradients would be wrong, silently."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    options = {"generator": torch.Generator().manual_seed(0)} if to == "noisy" else {}
+    convert(model, to, **options)
+    loss = checkpoint(model, torch.randn(6, 3), use_reentrant=False).sum()
+    with pytest.raises(RuntimeError, match="activation checkpointing cannot compute this normalizer again"):
+        loss.backward()
+    model(torch.randn(6, 3)).sum().backward()
+
+
+def test_a_block_may_restore_by_itself() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    with pytest.raises(KeyError), converted(model, "population"):
+        restore(model)
+        raise KeyError
+    assert type(model[0]) is nn.BatchNorm1d

@@ -136,7 +136,7 @@ def test_arms_share_a_seeds_weights_batches_and_probe_examples(tmp_path: Path) -
         weights = {name: value for name, value in model.state_dict().items() if name.endswith("linear.weight")}
         seen.append([*weights.values(), order.next(), order.next(), *drift.probe_batch, *other.on])
         assert isinstance(probes[-1], BatchAccuracy)
-        assert probes[-1].examples[0] is drift.probe_batch[0]
+        assert torch.equal(probes[-1].examples[0], drift.probe_batch[0])
     assert len(seen) == 9
     for arm in seen[1:]:
         assert len(arm) == len(seen[0])
@@ -145,7 +145,7 @@ def test_arms_share_a_seeds_weights_batches_and_probe_examples(tmp_path: Path) -
 
 def test_evaluation_has_no_noise(tmp_path: Path) -> None:
     """At step 0 arms with the same normalizer are the same network; under enormous noise only evaluation shows it."""
-    loud = records(tmp_path, **(TINY | {"steps": 1, "n_mu": 1e4}))
+    loud = records(tmp_path, **(TINY | {"steps": 6, "n_mu": 1e4, "lr": 1e-9}))
     for quiet, noisy in [("none", ["noise-only"]), ("batch", ["noisy", "per_step-2", "per_sample-1", "fixed-1"])]:
         for arm in noisy:
             for statistic in ("fixed_loss", "test_accuracy"):
@@ -193,7 +193,7 @@ def test_noise_per_step_moves_and_the_other_forms_hardly(tiny: dict[str, pd.Data
 
 def test_both_batches_of_a_step_meet_the_same_noise(tmp_path: Path) -> None:
     """Then what two batches differ by is sampling: without the samples' own noise, what it is without any."""
-    quiet = {"r_mu": 0.0, "r_sigma": 0.0, "n_sigma": 1.0, "steps": 5}
+    quiet = {"r_mu": 0.0, "r_sigma": 0.0, "n_sigma": 1.0, "steps": 6}
     tables = records(tmp_path, "none", "noise-only", **(TINY | quiet))
     first = {"layer": "hidden1.nonlinearity", "step": 0}
     between = {}
@@ -238,3 +238,39 @@ def test_the_command_draws_what_it_computed(tmp_path: Path, capsys: pytest.Captu
     assert "Manipulation" in said
     assert "steps to" in said
     assert len(list((tmp_path / "noise" / "runs").iterdir())) == 12
+
+
+@pytest.mark.parametrize(
+    ("fields", "least"),
+    [({"steps": 1}, 102), ({"steps": 50, "drift_every": 100}, 102), ({"steps": 150, "fixed_every": 1000}, 1001)],
+)
+def test_a_training_too_short_for_its_figures_is_refused_before_it_runs(
+    tmp_path: Path, fields: dict[str, Any], least: int
+) -> None:
+    with pytest.raises(ValueError, match=f"steps must be at least {least}"):
+        jobs(tmp_path, **fields)
+
+
+def test_a_dose_that_its_name_could_not_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"at most six digits, got 1\.23456789"):
+        NoiseFields(doses=(1.23456789,))
+
+
+@pytest.mark.slow
+def test_arms_that_diverge_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "noise --preset smoke --seeds 2 --doses --steps 40 --hidden 8 8 --sample 50 --fixed 100 --jobs 1"
+    assert main([*words.split(), "--activation", "relu", "--lr", "1e30", "--out", str(tmp_path)]) == 0
+    assert "diverged" in capsys.readouterr().out
+    assert (tmp_path / "noise" / "noise_dose.png").exists()
+
+
+def test_a_presets_settings_that_another_network_ignores_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+    monkeypatch.setattr("experiments.cli._compute", lambda jobs, workers: asked.append(jobs) or 1)
+    words = ["noise", "--preset", "smoke", "--network", "vgg", "--dataset", "cifar10", "--out", str(tmp_path)]
+    assert main(words) == 1
+    assert {job.config.network.kind for job in asked[0]} == {"vgg"}
+    assert main([*words, "--hidden", "5"]) == 2
+    assert "means nothing with network vgg" in capsys.readouterr().err
