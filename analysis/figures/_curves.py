@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import ArrayLike, NDArray
 
 from analysis import style
@@ -30,8 +30,9 @@ def log_axis(axes: Axes, tables: Iterable[pd.DataFrame], line: float | None = No
     low, high = float(values.min()), float(values.max())
     room = max((high / low) ** 0.08, 1.12)
     axes.set_ylim(low / room, high * room * room)
-    if high < 8 * low:  # no two powers of ten: write numbers out
-        axes.yaxis.set_major_locator(MaxNLocator(4))
+    if high < 300 * low:  # too few powers of ten: write numbers out
+        narrow = high < 8 * low
+        axes.yaxis.set_major_locator(MaxNLocator(4) if narrow else LogLocator(subs=(1, 2, 5), numticks=12))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.minorticks_off()
@@ -46,16 +47,21 @@ def draw_curve(
     marker: str = "",
     aside: bool = False,
 ) -> None:
-    """The middle with its band; ``aside`` makes it a thin dotted line without one. `log_axis` comes first."""
-    top = axes.get_ylim()[1]
+    """The middle with its band, as far as they are positive; ``aside`` makes it a thin dotted line without one.
+
+    `log_axis` comes first: it decides where infinity is.
+    """
+    bottom, top = axes.get_ylim()
     dashes, width = (":", 1.0) if aside else (look.dashes, 1.4)
     middle = _up_to(table["middle"], top)
+    middle = np.where(middle > 0, middle, np.nan)  # a logarithm has no place for it: a gap
     axes.plot(
         table["x"], middle, color=look.color, ls=dashes, lw=width, marker=marker, ms=3.5, zorder=look.order, label=label
     )
     if not aside:
         low, high = _up_to(table["low"], top), _up_to(table["high"], top)
-        axes.fill_between(table["x"], low, high, color=look.color, alpha=0.16, lw=0)
+        reached = np.maximum(low, bottom)
+        axes.fill_between(table["x"], reached, high, where=high > reached, color=look.color, alpha=0.16, lw=0)
         _triangles(axes, table["x"], table["middle"], look)
 
 

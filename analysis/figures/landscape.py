@@ -209,7 +209,7 @@ def _judge(
                     late[kind].append(pair.rate * typical(series[series.index >= half]))
             add(direction, [frame[0] for frame in _shared([series.to_frame(0) for series in smooth])])
         loss = _shared([exploded(walks["gradient"][(*key, "loss")]) for key in keys])
-        add("loss", [frame.max(axis=1) / frame.min(axis=1) for frame in loss])
+        add("loss", [(frame.max(axis=1) / frame.min(axis=1)).fillna(math.inf) for frame in loss])  # NaN: inf over inf
         change = _shared([exploded(walks["gradient"][(*key, "gradient_difference")]) for key in keys])
         add("difference", [frame.max(axis=1) for frame in change])
         for unit in UNITS:

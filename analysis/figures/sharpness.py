@@ -133,7 +133,7 @@ def draw(folder: Path) -> style.Drawn:
     series, searches = _series(study, protocols)
     judged = [_judge(study, pair, protocols[pair], series) for pair in pairs]
     plotted = pd.DataFrame(_plotted(study, pairs, series), columns=_COLUMNS)
-    caption = _caption(study, judged, searches)
+    caption = _caption(study, judged, series, searches)
     with style.look():
         figure = _figure(judged, plotted, caption)
     numbers = pd.concat([plotted, _read_off(judged)], ignore_index=True)
@@ -239,9 +239,10 @@ def _read_off(judged: Sequence[_Judged]) -> pd.DataFrame:
                     r.outcome,
                 )
             )
-        for kind, values in one.shares.items():
-            e = _share(values)
-            rows.append((*place, kind, "share of late records at the line", e.low, e.estimate, e.high, e.n, ""))
+        for words, shares in (("at the line", one.shares), ("beyond it", one.beyond)):
+            for kind, values in shares.items():
+                e = _share(values)
+                rows.append((*place, kind, f"share of late records {words}", e.low, e.estimate, e.high, e.n, ""))
     columns = ["network", "lr", "arm", "panel", "low", "middle", "high", "seeds", "outcome"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -366,7 +367,14 @@ def _unconverged(searches: Mapping[Key, pd.DataFrame]) -> str:
     return f"Eigenvalues whose residual did not come below the tolerance: {bad} of {every}."
 
 
-def _caption(study: Study, judged: Sequence[_Judged], searches: Mapping[Key, pd.DataFrame]) -> str:
+def _negative(series: Series) -> str:
+    """How many curvatures along the gradient a logarithmic axis cannot show."""
+    every = np.concatenate([curve.to_numpy() for (*_, quantity), curve in series.items() if quantity == "rayleigh"])
+    bad = int((every <= 0).sum())
+    return f"g'Hg/|g|\N{SUPERSCRIPT TWO} was not positive in {bad} of {len(every)} records."
+
+
+def _caption(study: Study, judged: Sequence[_Judged], series: Series, searches: Mapping[Key, pd.DataFrame]) -> str:
     parts, lines = [], []
     for network in dict.fromkeys(one.pair.network for one in judged):
         one = next(other for other in judged if other.pair.network == network)
@@ -389,7 +397,7 @@ def _caption(study: Study, judged: Sequence[_Judged], searches: Mapping[Key, pd.
     return (
         f"The largest eigenvalue of the loss's Hessian H, batch statistics in BN ({'; '.join(parts)}; \u03b7: the "
         "learning rate; g: the gradient of the step's batch). Lines: median over seeds, bands: range over seeds; "
-        f"{seeds_of(study)}. {' '.join(lines)} {_unconverged(searches)} Values that are not positive are not drawn, "
-        f"infinite ones are triangles at the top. {gone}\n"
+        f"{seeds_of(study)}. {' '.join(lines)} {_unconverged(searches)} {_negative(series)} A median that is "
+        f"not is left out of its line; infinite values are triangles at the top. {gone}\n"
         f"Verdicts. {' '.join(f'{one.pair.title}: {one.verdict}.' for one in judged)}"
     )

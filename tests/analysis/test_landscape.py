@@ -131,7 +131,10 @@ def test_the_verdict_before_and_after_the_controls(tmp_path: Path, planted: dict
 
 
 def test_planted_ratios_are_read_back(tmp_path: Path) -> None:
-    draw(plant(tmp_path, with_=0.5, curvature=0.4, sharpness=0.3))
+    table = draw(plant(tmp_path, with_=0.5, curvature=0.4, sharpness=0.3)).table.set_index("measure")
+    assert table.loc["effective smoothness", ["without BN", "with BN"]].tolist() == ["1", "0.5"]
+    # The largest of |g' - g|/(c|g|), which is 0.5, 1 and 0.8 at the three sizes.
+    assert table.loc["virtual, by |Hg|/|g|", ["without BN", "with BN"]].tolist() == ["1", "0.4"]
     for name, ratio in {"gradient": 0.5, "random": 0.5, "difference": 0.5, "curvature": 0.4, "sharpness": 0.3}.items():
         found = reading(tmp_path, name)
         logs = np.log(np.array(SLOWLY) * ratio)

@@ -169,6 +169,7 @@ def test_a_curvature_that_is_negative_is_undefined_for_the_rule_and_said(tmp_pat
     drawn = draw(plant(tmp_path, rayleigh=-0.5))
     row = drawn.table.set_index("measure").loc["eta x g'Hg/|g|^2"]
     assert row["with/without"] == "undefined or not positive with BN in 3 of 3 seeds"
+    assert "was not positive in 24 of 24 records" in drawn.caption
 
 
 def test_searches_that_did_not_converge_are_counted_once(tmp_path: Path) -> None:
@@ -196,7 +197,7 @@ def test_every_plotted_number_is_in_the_table(tmp_path: Path, monkeypatch: pytes
     for suffix in ("png", "pdf", "csv"):
         assert (tmp_path / f"sharpness.{suffix}").stat().st_size > 1000
     for planted in ({"seeds": 1, "rayleigh": -0.5, "momentum": 0.9}, {"optimizer": "adam"}):
-        assert check_plotted(monkeypatch, draw, plant(tmp_path / str(len(planted)), **planted)) > 40
+        assert check_plotted(monkeypatch, draw, plant(tmp_path / str(len(planted)), **planted)) >= 40
 
 
 def test_another_study_is_refused(tmp_path: Path) -> None:
