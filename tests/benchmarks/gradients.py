@@ -75,7 +75,7 @@ def rows() -> Iterator[Row]:
             f"{name}: extra memory, in copies of the parameters",
             partial(_copies, probe),
             unit="x",
-            bar=3.2,
+            bar=3.0,
         )
 
 
