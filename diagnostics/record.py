@@ -380,6 +380,7 @@ class RunWriter:
         if self._step > begins or not self._parts.empty:
             self._finish_part()
             self._saved = self._step
+            self._put_status("running")  # a checkpoint of this step must find that the record holds it
 
     def close(self, status: State, *, error: str | None = None, counts: Mapping[str, int] | None = None) -> None:
         """Write what is left and the final status, and let go of the folder.

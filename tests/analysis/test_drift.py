@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from analysis.figures.drift import DISTANCES, POINTS, draw
 from analysis.load import StudyError
 from diagnostics.record import RunWriter, run_id
+from tests.analysis.unrendered import unrendered
 
 EPOCH, EPOCHS, UNITS, LAYERS = 1000, 5, 4, 2
 STEPS = [500 * k for k in range(11)]
@@ -76,6 +78,12 @@ def write(writer: RunWriter, step: int, arm: str, factor: float) -> None:
     writer.write(step, "log", "-", {"fixed_loss": loss}, mode="-" if arm == "none" else "population")
 
 
+@pytest.fixture(autouse=True)
+def _unrendered() -> Iterator[None]:
+    with unrendered():
+        yield
+
+
 def numbers(folder: Path, name: str) -> pd.DataFrame:
     return pd.read_csv(folder / f"{name}.csv")
 
@@ -118,6 +126,7 @@ def test_what_bn_pins_is_marked_and_what_passes_the_pin_on_too(tmp_path: Path) -
     assert shown[("after, batch", "mean")].endswith("*")
     assert not shown[("before, batch", "mean")].endswith("*")
     assert not shown[("after, batch", "shape W1")].endswith("*")
+    assert not shown[("after, batch", "W1")].endswith("*")  # mean and sd are pinned, the shape is free
 
 
 def test_another_span_than_the_referees_gives_no_verdict(tmp_path: Path) -> None:

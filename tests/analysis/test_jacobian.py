@@ -17,6 +17,7 @@ from analysis.figures.jacobian import ACTIVATIONS, ARMS, INITS, NUMBERS, draw, m
 from analysis.load import StudyError, load_study
 from analysis.style import Drawn
 from diagnostics.record import RunWriter, run_id
+from tests.analysis.unrendered import unrendered
 
 UNITS, STEPS, SEEDS = 10, (0, 1, 10, 99), 3
 # What a net of the planted study has at the end: mean over seeds, and the seeds lie 1% around it.
@@ -95,7 +96,8 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Drawn]:
         "relu-gaussian-batch": {"spread": 1.6},
     }
     folder = plant(tmp_path_factory.mktemp("jacobian"), planted)
-    return folder, draw(folder)
+    with unrendered():
+        return folder, draw(folder)
 
 
 def test_the_title_counts_what_holds_and_what_fails(drawn: tuple[Path, Drawn]) -> None:

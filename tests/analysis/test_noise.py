@@ -20,6 +20,7 @@ from analysis.figures.noise import draw
 from analysis.figures.noise_effects import manipulation, movement, read_effects, stability_verdict, table, verdicts
 from analysis.load import StudyError, load_study
 from diagnostics.record import RunWriter, run_id
+from tests.analysis import unrendered
 
 END, EVERY, CADENCE, UNITS = 1000, 100, 10, 5
 LAYERS = ("hidden1.nonlinearity", "hidden2.nonlinearity")
@@ -309,7 +310,7 @@ def test_other_studies_are_refused(tmp_path: Path) -> None:
 def drawing(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Figure], dict[str, pd.DataFrame]]:
     """All three figures and their numbers, read back from disk."""
     folder = plant(tmp_path_factory.mktemp("drawing"), arms(fixed__1=Planted((500, NEVER, NEVER), 0.01)))
-    figures, save = {}, style.save
+    figures, save = {}, unrendered.save
 
     def keep(figure: Figure, place: Path, name: str, numbers: pd.DataFrame) -> tuple[Path, ...]:
         figures[name] = figure

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 
 from diagnostics.probe import Probe, Rows
 from diagnostics.record import RunWriter, read_run, read_status
+from diagnostics.recorder import read_checkpoint
 from experiments import run as module
 from experiments.config import (
     Computation,
@@ -169,6 +171,30 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(
     seen: list[int] = []
     assert run(job(folder), seen.append) == Outcome("complete")
     assert seen[0] == max(steps) // 50 * 50
+    assert content(folder) == whole
+
+
+def test_a_run_killed_between_its_last_checkpoint_and_its_last_word_goes_on(
+    tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(self: RunWriter, *args: object, **kwargs: object) -> None:
+        self._parts.discard()  # type: ignore[union-attr]
+        os.close(self._lock)  # all that a killed process does
+        raise Killed
+
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWriter, "close", killed)
+        with pytest.raises(Killed):
+            run(job(folder), ignore)
+    assert read_status(folder).status == "running"
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint is not None
+    assert checkpoint["step"] == read_status(folder).steps == 230
+    assert run(job(folder), ignore) == Outcome("complete")
     assert content(folder) == whole
 
 
