@@ -227,7 +227,7 @@ def _spelled(kind: Any) -> str:
 def _preset(study: Study[Any], words: Sequence[str]) -> str:
     """The preset that is asked for: needed before the others, whose defaults it sets."""
     chosen = "laptop"
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in itertools.pairwise([*words, ""]):
         if word == "--preset":
             chosen = following
         elif word.startswith("--preset="):

@@ -196,6 +196,16 @@ def test_a_study_is_computed_once_and_drawn_each_time(
     assert len(stated["runs"]) == 10
 
 
+def test_the_bare_command_is_the_laptop_preset_in_the_usual_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs, figures: Figures
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["figure1"]) == 0
+    assert len(runs.swept[0]) == 6
+    stated = json.loads((tmp_path / "runs" / "figure1" / "study.json").read_text())
+    assert (stated["preset"], stated["config"]["steps"]) == ("laptop", 15_000)
+
+
 def test_presets_give_values_and_options_override_them(tmp_path: Path, runs: Runs, figures: Figures) -> None:
     place = ("--out", str(tmp_path))
     asked = {
