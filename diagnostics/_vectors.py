@@ -72,8 +72,8 @@ class Layout:
         return found
 
     def moved(self, theta: Blocks, pieces: Sequence[Tensor], by: float, direction: Sequence[Tensor]) -> Blocks:
-        """``theta + by * direction`` as blocks, from the pieces of both, in memory that the next call writes over."""
-        if not self._rooms:
+        """``theta + by * direction`` in blocks, from the pieces of both, in memory that is used again."""
+        if not self._blocks:
             for (first, last), piece in zip(self._runs, pieces, strict=True):
                 room = torch.empty_like(piece, dtype=theta[first].dtype)
                 self._rooms.append(room)
@@ -81,6 +81,20 @@ class Layout:
         for start, step, room in zip(pieces, direction, self._rooms, strict=True):
             torch.add(start, step, alpha=by, out=room)
         return self._blocks
+
+    def rooms(self, pieces: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor | None]:
+        """For each of ``pieces``, memory of its shape and type to write over; None where there is none to spare.
+
+        ``others`` are pieces of this layout. Those put together of small blocks are spent themselves, for large ones
+        what `moved` gave last, unless one of them lies in it.
+        """
+        lying = {piece.untyped_storage().data_ptr() for piece in others}
+        spared = self._rooms if not any(r.untyped_storage().data_ptr() in lying for r in self._rooms) else []
+        found: list[Tensor | None] = []
+        for place, ((first, last), piece, other) in enumerate(zip(self._runs, pieces, others, strict=True)):
+            room = other if last - first > 1 else spared[place] if spared else None
+            found.append(room if room is not None and room.dtype == piece.dtype else None)
+        return found
 
 
 def _flatten(blocks: Sequence[Tensor]) -> Tensor:
@@ -121,7 +135,9 @@ def norm(blocks: Sequence[Tensor]) -> float:
 
 def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """|b - a|."""
-    return norm([y - x for x, y in zip(a, b, strict=True)])
+    layout = Layout(a)
+    differences = (y - x for x, y in zip(layout.pieces(a), layout.pieces(b), strict=True))
+    return math.sqrt(math.fsum(_dot(difference, difference) for difference in differences))
 
 
 @dataclass(frozen=True)
@@ -158,15 +174,15 @@ class Reference:
         return self._rooms[key]
 
     def compare(self, b: Sequence[Tensor]) -> Comparison:
-        """How ``b`` differs from it."""
-        others = self.layout.pieces(b)
+        """How ``b`` differs from it. What ``layout.moved`` gave last is written over."""
         squares, along = 0.0, 0.0  # |b - a|^2 and a'(b - a)
-        for x, y in zip(self.pieces, others, strict=True):
+        others = self.layout.pieces(b)
+        for x, y, room in zip(self.pieces, others, self.layout.rooms(self.pieces, others), strict=True):
             # Of a large block no whole copy more.
-            for part, other in (
-                ((x, y),) if x.numel() <= _PIECE else zip(torch.split(x, _PIECE), torch.split(y, _PIECE), strict=True)
-            ):
-                difference = torch.sub(other, part, out=self._scratch(part))
+            whole = room is not None or x.numel() <= _PIECE
+            parts = ((x, y),) if whole else zip(torch.split(x, _PIECE), torch.split(y, _PIECE), strict=True)
+            for part, other in parts:
+                difference = torch.sub(other, part, out=self._scratch(part) if room is None else room)
                 squares += _dot(difference, difference)
                 along += _dot(part, difference)
         distance = math.sqrt(squares)
@@ -174,6 +190,7 @@ class Reference:
         own = self.norm * self.norm
         product, square = own + along, own + 2 * along + squares
         if not square > 0.1 * (own + squares):
+            others = self.layout.pieces(b)
             product, square = _product(self.pieces, others), _product(others, others)
         length = math.sqrt(square)
         cosine = product / self.norm / length if self.norm > 0 and length > 0 else math.nan

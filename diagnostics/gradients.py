@@ -162,7 +162,7 @@ class Surroundings:
         late = [index for index in self._moved_buffers() if index not in known]
         if late:
             raise ValueError(f"buffer {self._buffers[late[0]][1]!r} is moved by some forwards and not by others")
-        if not self.random and self._entry.streams.moved(numpy=False):
+        if not self.random and self._entry.streams.moved():
             raise ValueError("the forward draws random numbers at some parameters and not at others")
 
     def _moved_buffers(self) -> list[int]:

@@ -14,6 +14,7 @@ and to objects of classes that nobody here knows, inside them.
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
@@ -32,6 +33,7 @@ T = TypeVar("T")
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 # torch's own bookkeeping: hooks and flags, which no forward changes.
 _TORCHS = frozenset(vars(nn.Module())) | {"training"}
+_TWISTER_BYTES = 4 * (624 + 1)  # numpy's struct of a Mersenne twister: its key and its place in it
 _SEQUENCES = (list, tuple, set, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 
@@ -86,7 +88,8 @@ class RandomState:
 
     def __init__(self, model: nn.Module | None = None, generators: Iterable[Generator] = ()) -> None:
         self._python = random.getstate()
-        self._numpy = np.random.get_state()  # noqa: NPY002 - the global stream is what must be kept
+        self._numpy = _numpy_state()
+        self._words = _numpy_words()
         self._torch = torch.get_rng_state()
         # Asking an accelerator that was never used for its state would start it up.
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch types it not
@@ -101,7 +104,8 @@ class RandomState:
     def restore(self) -> None:
         """Put every stream back where it was."""
         random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002 - as above
+        if self._numpy_moved():
+            np.random.set_state(self._numpy)  # noqa: NPY002 - the global stream is what must be put back
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
@@ -110,17 +114,36 @@ class RandomState:
         for generator, state in self._generators:
             _set(generator, state)
 
-    def moved(self, *, numpy: bool = True) -> bool:
-        """Whether any stream has moved since; ``numpy=False`` leaves numpy's out, which takes longer than the rest."""
+    def moved(self) -> bool:
+        """Whether any stream has moved since."""
         if not torch.equal(torch.get_rng_state(), self._torch) or random.getstate() != self._python:
             return True
-        if numpy and not _alike(np.random.get_state(), self._numpy):  # noqa: NPY002 - as above
+        if self._numpy_moved():
             return True
         if torch.cuda.is_initialized() and not _alike(torch.cuda.get_rng_state_all(), self._cuda):  # type: ignore[no-untyped-call]  # as above
             return True
         if self._mps is not None and not _alike(torch.mps.get_rng_state(), self._mps):
             return True
         return any(not _alike(_get(generator), state) for generator, state in self._generators)
+
+    def _numpy_moved(self) -> bool:
+        # To ask numpy for the state, or to set it, takes as long as a small layer. The words themselves can be compared
+        # in a microsecond, and tell all unless a normal number was in store, whose use they do not show.
+        if self._words is not None and not self._numpy["has_gauss"] and self._words == _numpy_words():
+            return False
+        return not _alike(_numpy_state(), self._numpy)
+
+
+def _numpy_state() -> dict[str, Any]:
+    return np.random.get_state(legacy=False)  # noqa: NPY002 - as above
+
+
+def _numpy_words() -> bytes | None:
+    """The words of numpy's global Mersenne twister; None where another bit generator stands in for it."""
+    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, and missing in numpy's list
+    if type(bits) is not np.random.MT19937:
+        return None
+    return ctypes.string_at(bits.ctypes.state_address, _TWISTER_BYTES)
 
 
 def _alike(found: Any, kept: Any) -> bool:

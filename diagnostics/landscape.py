@@ -96,9 +96,9 @@ def along_gradient(
     losses, differences, cosines = [], [], []
     for step in grid:
         there, seen = gradient_at(reference.layout.moved(blocks, start, -step * stretch, along))
+        losses.append(float(there))
         apart = reference.compare(seen)
         del seen
-        losses.append(float(there))
         differences.append(apart.distance)
         cosines.append(apart.cosine)
 

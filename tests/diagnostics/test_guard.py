@@ -164,6 +164,47 @@ def test_every_stream_starts_again_where_it_was():
     assert first == second == draw()
 
 
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        pytest.param(lambda: np.random.rand(), id="one number"),
+        pytest.param(lambda: np.random.randn(), id="one normal number, or the one in store"),
+        pytest.param(lambda: np.random.randn(2), id="a pair of normal numbers"),
+        pytest.param(lambda: np.random.rand(1248), id="twice round the twister"),
+        pytest.param(lambda: np.random.seed(5), id="a new seed"),
+        pytest.param(lambda: np.random.shuffle(np.arange(3)), id="a shuffle"),
+    ],
+)
+def test_any_draw_from_numpys_stream_is_noticed_and_undone(draw, stored):
+    np.random.seed(0)
+    if stored:
+        np.random.randn()  # normal numbers come in pairs: the second is in store
+    streams = RandomState()
+    assert not streams.moved()
+    draw()
+    assert streams.moved()
+    streams.restore()
+    assert not streams.moved()
+    found = np.random.randn(3)
+    np.random.seed(0)
+    assert found.tolist() == np.random.randn(3 + stored)[stored:].tolist()
+
+
+def test_another_generator_behind_numpys_stream_is_put_back_too():
+    own = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))
+        streams = RandomState()
+        first = np.random.rand()
+        assert streams.moved()
+        streams.restore()
+        assert not streams.moved()
+        assert np.random.rand() == first
+    finally:
+        np.random.set_bit_generator(own)
+
+
 def test_a_normalizer_is_what_keeps_running_statistics():
     class Own(nn.Module):
         def __init__(self):

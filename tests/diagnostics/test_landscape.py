@@ -296,3 +296,26 @@ def test_half_precision_walks_in_its_own_type():
     assert float(ray.effective_smoothness[0]) == pytest.approx(
         float((matrix @ matrix @ x).norm() / (matrix @ x).norm()), rel=0.02
     )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(lambda a, b: ((a * a + b * b).sum() / 2, (a, b)), id="where it stands"),
+        pytest.param(lambda a, b: ((a * b).sum(), (b, a)), id="the other block"),
+        pytest.param(lambda a, b: (a[0], (torch.eye(1, a.numel(), dtype=a.dtype)[0], 0 * b)), id="a number of its own"),
+    ],
+)
+@pytest.mark.parametrize("n", [3, 1 << 15])  # put together with others, or a piece by itself
+def test_what_lies_in_the_memory_of_the_point_is_read_before_that_is_written_over(answer, n):
+    theta = torch.linspace(1, 2, n, dtype=torch.float64), torch.linspace(3, 1, n, dtype=torch.float64)
+    steps = (0.5, 0.999, 1.5)  # at the second, next to nothing is left of the first kind's gradient
+    found = along_gradient(lambda blocks: answer(*blocks), theta, steps)
+    _, g = answer(*theta)
+    flat = torch.cat(g)
+    for k, step in enumerate(steps):
+        loss, there = answer(*(block - step * part for block, part in zip(theta, g, strict=True)))
+        there = torch.cat(there)
+        assert found.loss[k] == pytest.approx(float(loss))
+        assert found.gradient_difference[k] == pytest.approx(float((there - flat).norm()))
+        assert found.cosine[k] == pytest.approx(float(there @ flat / there.norm() / flat.norm()))
