@@ -27,16 +27,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diagnostics._path import Grouping, Path, find, from_each_layer
 from diagnostics._vectors import Blocks, Comparison, GradientAt, Reference, as_blocks, distance, flat, moved, norm
 from diagnostics.curvature import directional_curvature
-from diagnostics.gradients import Accumulator, Chunks, Gradients, Rate, check_mode, check_on, chosen_batch
-from diagnostics.guard import normalizers
+from diagnostics.gradients import Accumulator, Chunks, GradientProbe, Gradients, Rate
 from diagnostics.landscape import check_steps
 from diagnostics.probe import Rows, Site, StepView, default_name
-from diagnostics.schedules import Schedule, every
+from diagnostics.schedules import Schedule
 from diagnostics.sharpness import Eigenvalues, check_search, largest_eigenvalues, search_start
 from diagnostics.taps import resolve
 
@@ -224,7 +223,53 @@ def rounding_noise(at: Gradients, path: Path, plain: Sequence[Reference]) -> fro
     return frozenset(place for place in suspects if apart(place).relative > 0.1)
 
 
-class CovariateShift:
+class _OfLayers(GradientProbe):
+    """A probe of every layer's gradient: which layers move, and how the parameters are grouped to layers."""
+
+    def __init__(
+        self,
+        which: Sequence[Which],
+        group: Grouping,
+        layers: Sequence[str] | None,
+        *,
+        on: Any,
+        mode: str,
+        chunks: Chunks | None,
+        when: Schedule | None,
+        name: str | None,
+    ) -> None:
+        named = default_name(self) if name is None else name
+        super().__init__(on=on, mode=mode, chunks=chunks, when=when, name=named)
+        if group not in get_args(Grouping):
+            raise ValueError(f"group must be 'layer' or 'module', got {group!r}")
+        if layers is not None and (isinstance(layers, str) or not layers):
+            raise ValueError(f"layers is a list of names in order of execution, got {layers!r}")
+        self.which = _check_which(which)
+        self.group = group
+        self.layers = None if layers is None else tuple(layers)
+        self._path = Path((), None)
+
+    def bind(self, site: Site) -> None:
+        """Forget the layers found.
+
+        Raises:
+            ValueError: If a name in ``layers`` matches nothing, or the recorder was given no loss.
+        """
+        super().bind(site)
+        if self.layers is not None:
+            resolve(site.model, self.layers)
+
+    def look(self, at: Gradients) -> None:
+        """Find the layers.
+
+        Raises:
+            ValueError: If a parameter that the loss depends on is in none, or two evaluations in one place differ.
+        """
+        super().look(at)
+        self._path = find(at, self.layers, self.group)
+
+
+class CovariateShift(_OfLayers):
     """Definition 2.1 for every layer, between theta_t and what the user's optimizer made of it.
 
     For each layer, under the name of its first module: ``l2``, ``relative`` and ``cosine``, of the controls with a
@@ -269,39 +314,16 @@ class CovariateShift:
         when: Schedule | None = None,
         name: str | None = None,
     ) -> None:
-        self.which = _check_which(which)
-        self.group, self.layers = _check_layers(group, layers)
+        super().__init__(which, group, layers, on=on, mode=mode, chunks=chunks, when=when, name=name)
         self.predict = predict
-        self.on = check_on(on)
         self.learning_rate = learning_rate
-        self.mode = check_mode(mode)
-        self.chunks = chunks
-        self.when: Schedule = every(1) if when is None else when
-        self.name = default_name(self) if name is None else name
         self._rate = Rate(learning_rate)
-        self._path: Path | None = None
-        self._held: list[nn.Module] | None = None
-
-    @property
-    def active(self) -> bool:
-        """It runs forwards and backwards of its own."""
-        return True
-
-    def bind(self, site: Site) -> None:
-        """Forget the layers found.
-
-        Raises:
-            ValueError: If a name in ``layers`` matches nothing, or the recorder was given no loss.
-        """
-        _check_site(site, self.name, self.layers)
-        self._path = None
-        self._held = normalizers(site.model)
 
     def measure(self, view: StepView) -> Iterable[Rows]:
         """Every layer's gradient at theta_t and with others at theta_{t+1}."""
-        mode = view.site.mode_name(self.mode, self._held)
-        with Gradients.of_view(view, chosen_batch(self.on, view), mode=self.mode, chunks=self.chunks) as at:
-            self._path = path = self._path or _first_look(at, self.layers, self.group)
+        mode = self.mode_name(view)
+        with self.gradients(view) as at:
+            path = self._path
             after = tuple(view.after[name] for name in at.names)
             loss, gradient = at()
             plain = references(path, gradient)
@@ -332,7 +354,7 @@ def predicted(relative: float, place: int, layers: int) -> float:
     return relative * place / layers
 
 
-class VirtualShift:
+class VirtualShift(_OfLayers):
     """Definition 2.1 for steps of equal size in the network's own unit: ``theta' = theta_t - (c/b) g``, never taken.
 
     b is once |Hg|/|g| (statistics ``*_by_curvature``) and once the largest eigenvalue of H (``*_by_sharpness``). With
@@ -379,42 +401,19 @@ class VirtualShift:
         when: Schedule | None = None,
         name: str | None = None,
     ) -> None:
+        super().__init__(which, group, layers, on=on, mode=mode, chunks=chunks, when=when, name=name)
         self.sizes = check_steps(sizes)
-        self.which = _check_which(which)
-        self.group, self.layers = _check_layers(group, layers)
         check_search(1, tolerance=tolerance, iterations=iterations, basis=basis)
-        self.on = check_on(on)
-        self.mode = check_mode(mode)
         self.tolerance = tolerance
         self.iterations = iterations
         self.basis = basis
-        self.chunks = chunks
         self.seed = seed
-        self.when: Schedule = every(1) if when is None else when
-        self.name = default_name(self) if name is None else name
-        self._path: Path | None = None
-        self._held: list[nn.Module] | None = None
-
-    @property
-    def active(self) -> bool:
-        """It runs forwards and backwards of its own."""
-        return True
-
-    def bind(self, site: Site) -> None:
-        """Forget the layers found.
-
-        Raises:
-            ValueError: If a name in ``layers`` matches nothing, or the recorder was given no loss.
-        """
-        _check_site(site, self.name, self.layers)
-        self._path = None
-        self._held = normalizers(site.model)
 
     def measure(self, view: StepView) -> Iterable[Rows]:
         """Every step size in either unit, from theta_t."""
-        mode = view.site.mode_name(self.mode, self._held)
-        with Gradients.of_view(view, chosen_batch(self.on, view), mode=self.mode, chunks=self.chunks) as at:
-            self._path = path = self._path or _first_look(at, self.layers, self.group)
+        mode = self.mode_name(view)
+        with self.gradients(view) as at:
+            path = self._path
             loss, gradient = at()
             curvature, top = self._units(at, flat(gradient))
             plain = references(path, gradient)
@@ -490,23 +489,3 @@ def _statistics(compared: Comparison) -> tuple[tuple[str, float], ...]:
 
 def _suffix(which: Which) -> str:
     return "" if which == "preceding" else f"_{which}"
-
-
-def _check_layers(group: Grouping, layers: Sequence[str] | None) -> tuple[Grouping, tuple[str, ...] | None]:
-    if group not in get_args(Grouping):
-        raise ValueError(f"group must be 'layer' or 'module', got {group!r}")
-    if layers is not None and (isinstance(layers, str) or not layers):
-        raise ValueError(f"layers is a list of names in order of execution, got {layers!r}")
-    return group, None if layers is None else tuple(layers)
-
-
-def _check_site(site: Site, name: str, layers: Sequence[str] | None) -> None:
-    if site.loss is None:
-        raise ValueError(f"{name} differentiates the loss: give the recorder loss=loss_fn")
-    if layers is not None:
-        resolve(site.model, layers)
-
-
-def _first_look(at: Gradients, layers: Sequence[str] | None, group: Grouping) -> Path:
-    at.check()
-    return find(at, layers, group)

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from diagnostics._vectors import Blocks, Reference, unflat
 from diagnostics.curvature import hessian_vector_product
-from diagnostics.guard import Generator, guard, is_normalizer, isolated
+from diagnostics.guard import Generator, guard, is_normalizer, isolated, normalizers
 from diagnostics.probe import Before, Loss, Site, StepView
+from diagnostics.schedules import Schedule, every
 from diagnostics.taps import named_parameters
 
 __all__ = ["Chunks", "Gradients", "Hessian"]
@@ -482,9 +483,66 @@ def check_on(on: Any) -> Any:
     return isolated(on, {})  # the user may go on to write to it
 
 
-def chosen_batch(on: Any, view: StepView) -> Any:
-    """The batch that ``on`` means at this step."""
-    return view.batch if isinstance(on, str) else on
+class GradientProbe:
+    """What the probes have in common that differentiate the loss: a batch, a mode, and a first look at the model.
+
+    Args:
+        on: ``"batch"``, the step's own; or a fixed batch, in the form the recorder's loss takes.
+        mode: ``step`` (flags as they are), ``batch`` or ``population``.
+        chunks: Stream the examples.
+        when: A schedule, step -> bool; every step by default.
+        name: The probe's name in the record.
+
+    Raises:
+        ValueError: If ``mode`` or ``on`` is unknown.
+    """
+
+    def __init__(self, *, on: Any, mode: str, chunks: Chunks | None, when: Schedule | None, name: str) -> None:
+        self.on = check_on(on)
+        self.mode = check_mode(mode)
+        self.chunks = chunks
+        self.when: Schedule = every(1) if when is None else when
+        self.name = name
+        self._looked = False
+        self._held: list[nn.Module] | None = None
+
+    @property
+    def active(self) -> bool:
+        """It runs forwards and backwards of its own."""
+        return True
+
+    def bind(self, site: Site) -> None:
+        """Forget what was found out about another model.
+
+        Raises:
+            ValueError: If the recorder was given no loss.
+        """
+        if site.loss is None:
+            raise ValueError(f"{self.name} differentiates the loss: give the recorder loss=loss_fn")
+        self._looked = False
+        self._held = normalizers(site.model)
+
+    def mode_name(self, view: StepView) -> str:
+        """The ``mode`` column of its rows."""
+        return view.site.mode_name(self.mode, self._held)
+
+    @contextmanager
+    def gradients(self, view: StepView) -> Iterator[Gradients]:
+        """Loss and gradient at theta_t; the first time it is made sure that they are a function of the parameters."""
+        batch = view.batch if isinstance(self.on, str) else self.on
+        with Gradients.of_view(view, batch, mode=self.mode, chunks=self.chunks) as at:
+            if not self._looked:
+                self.look(at)
+                self._looked = True
+            yield at
+
+    def look(self, at: Gradients) -> None:
+        """The first look.
+
+        Raises:
+            ValueError: If two evaluations in one place differ.
+        """
+        at.check()
 
 
 class Rate:

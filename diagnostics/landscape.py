@@ -22,13 +22,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diagnostics._vectors import Blocks, GradientAt, Reference, as_blocks, norm
-from diagnostics.gradients import Chunks, Gradients, Rate, check_mode, check_on, chosen_batch
-from diagnostics.guard import normalizers
-from diagnostics.probe import Rows, Site, StepView, default_name
-from diagnostics.schedules import Schedule, every
+from diagnostics.gradients import Chunks, GradientProbe, Rate
+from diagnostics.probe import Rows, StepView, default_name
+from diagnostics.schedules import Schedule
 
 __all__ = ["AlongGradient", "Ray", "along_gradient", "random_direction"]
 
@@ -136,7 +135,7 @@ def check_steps(steps: Sequence[float]) -> tuple[float, ...]:
     return grid
 
 
-class AlongGradient:
+class AlongGradient(GradientProbe):
     """The landscape along the gradient of the step's batch, at theta_t, see this module's definitions.
 
     For the whole network (layer ``-``) it writes, with unit k for the k-th step, ``eta``, ``loss``,
@@ -176,41 +175,18 @@ class AlongGradient:
     ) -> None:
         if direction not in ("gradient", "random"):
             raise ValueError(f"direction must be 'gradient' or 'random', got {direction!r}")
+        super().__init__(
+            on=on, mode=mode, chunks=chunks, when=when, name=default_name(self, direction) if name is None else name
+        )
         self.steps = check_steps(steps)
         self.direction = direction
-        self.on = check_on(on)
         self.learning_rate = learning_rate
-        self.mode = check_mode(mode)
-        self.chunks = chunks
         self.seed = seed
-        self.when: Schedule = every(1) if when is None else when
-        self.name = default_name(self, direction) if name is None else name
         self._rate = Rate(learning_rate)
-        self._checked = False
-        self._held: list[nn.Module] | None = None
-
-    @property
-    def active(self) -> bool:
-        """It runs forwards and backwards of its own."""
-        return True
-
-    def bind(self, site: Site) -> None:
-        """Nothing to resolve: it is about the whole network.
-
-        Raises:
-            ValueError: If the recorder was given no loss.
-        """
-        if site.loss is None:
-            raise ValueError(f"{self.name} differentiates the loss: give the recorder loss=loss_fn")
-        self._checked = False
-        self._held = normalizers(site.model)
 
     def measure(self, view: StepView) -> Iterable[Rows]:
         """Walk from theta_t."""
-        with Gradients.of_view(view, chosen_batch(self.on, view), mode=self.mode, chunks=self.chunks) as at:
-            if not self._checked:
-                at.check()
-                self._checked = True
+        with self.gradients(view) as at:
             direction = None
             if self.direction == "random":
                 entropy = np.random.SeedSequence((self.seed, view.step)).generate_state(1, np.uint32)
@@ -229,7 +205,7 @@ class AlongGradient:
         if rate is not None:
             points["eta_times_smoothness"] = rate * ray.effective_smoothness
             whole["eta_times_smoothness"] = rate * whole["effective_smoothness"]
-        mode = view.site.mode_name(self.mode, self._held)
+        mode = self.mode_name(view)
         return [
             Rows("-", {name: value.numpy() for name, value in points.items()}, mode=mode),
             Rows("-", whole, mode=mode),

@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diagnostics._vectors import flat
 from diagnostics.curvature import directional_curvature
-from diagnostics.gradients import Chunks, Gradients, check_mode, check_on, chosen_batch
-from diagnostics.guard import normalizers
-from diagnostics.probe import Rows, Site, StepView, default_name
-from diagnostics.schedules import Schedule, every
+from diagnostics.gradients import Chunks, GradientProbe
+from diagnostics.probe import Rows, StepView, default_name
+from diagnostics.schedules import Schedule
 
 __all__ = ["Eigenvalues", "Sharpness", "largest_eigenvalues"]
 
@@ -250,7 +249,7 @@ def search_start(gradient: Tensor, seed: int) -> Tensor:
     return gradient / length + 0.1 * noise if length > 0 else noise
 
 
-class Sharpness:
+class Sharpness(GradientProbe):
     """The largest eigenvalues of the loss's Hessian at theta_t, and the curvature along the gradient.
 
     For the whole network (layer ``-``, unit -1) it writes ``sharpness``, its ``residual``, ``iterations``,
@@ -293,43 +292,21 @@ class Sharpness:
         name: str | None = None,
     ) -> None:
         check_search(k, tolerance=tolerance, iterations=iterations, basis=basis, least=least)
+        kind = "batch" if isinstance(on, str) else "fixed"
+        super().__init__(
+            on=on, mode=mode, chunks=chunks, when=when, name=default_name(self, kind) if name is None else name
+        )
         self.k = k
-        self.on = check_on(on)
-        self.mode = check_mode(mode)
         self.tolerance = tolerance
         self.iterations = iterations
         self.basis = basis
         self.least = least
-        self.chunks = chunks
         self.seed = seed
-        self.when: Schedule = every(1) if when is None else when
-        self.name = default_name(self, "batch" if isinstance(on, str) else "fixed") if name is None else name
-        self._checked = False
-        self._held: list[nn.Module] | None = None
-
-    @property
-    def active(self) -> bool:
-        """It runs forwards and backwards of its own."""
-        return True
-
-    def bind(self, site: Site) -> None:
-        """Nothing to resolve: it is about the whole network.
-
-        Raises:
-            ValueError: If the recorder was given no loss.
-        """
-        if site.loss is None:
-            raise ValueError(f"{self.name} differentiates the loss: give the recorder loss=loss_fn")
-        self._checked = False
-        self._held = normalizers(site.model)
 
     def measure(self, view: StepView) -> Iterable[Rows]:
         """The spectrum's upper end at theta_t."""
-        mode = view.site.mode_name(self.mode, self._held)
-        with Gradients.of_view(view, chosen_batch(self.on, view), mode=self.mode, chunks=self.chunks) as at:
-            if not self._checked:
-                at.check()
-                self._checked = True
+        mode = self.mode_name(view)
+        with self.gradients(view) as at:
             hessian = at.hessian()
             gradient = flat(hessian.gradient)
             length = float(torch.linalg.vector_norm(gradient.double()))

@@ -37,7 +37,9 @@ def probe_modules():
         defined = [
             value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__
         ]
-        classes = [c for c in defined if hasattr(c, "bind") and not getattr(c, "_is_protocol", False)]
+        # What probes have in common may be a class that measures nothing itself.
+        whole = [c for c in defined if hasattr(c, "bind") and (hasattr(c, "measure") or hasattr(c, "taps"))]
+        classes = [c for c in whole if not getattr(c, "_is_protocol", False)]
         if classes:
             yield info.name, classes
 
