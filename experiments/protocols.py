@@ -37,7 +37,17 @@ if TYPE_CHECKING:
     from experiments.seeds import Streams
     from experiments.train import Batch
 
-__all__ = ["GradientFields", "MnistFields", "Rates", "gradient_arms", "gradient_run", "mnist_run", "probe_examples"]
+__all__ = [
+    "SOURCES_VGG",
+    "TINY_NETWORKS",
+    "GradientFields",
+    "MnistFields",
+    "Rates",
+    "gradient_arms",
+    "gradient_run",
+    "mnist_run",
+    "probe_examples",
+]
 
 T = TypeVar("T", float, str)
 
@@ -126,6 +136,24 @@ def probe_examples(data: Dataset, count: int, streams: Streams) -> Batch:
     chosen = torch.randperm(len(data.train_inputs), generator=streams.torch("probe"))[:count]
     chosen = chosen.to(data.train_inputs.device)
     return data.train_inputs[chosen], data.train_targets[chosen]
+
+
+# What presets of studies of the gradient have in common: networks for a second's run, and the source's own VGG.
+TINY_NETWORKS: Mapping[str, Any] = {
+    "mlp_lr": (0.1,),
+    "linear_lr": (1e-6,),
+    "hidden": (12, 10),
+    "depth": 4,
+    "dimension": 4,
+    "examples": 40,
+}
+SOURCES_VGG: Mapping[str, Any] = {
+    "network": ("vgg",),
+    "steps": 15_000,
+    "layout": "D",
+    "width": 1.0,
+    "vgg_lr": (0.1, 0.01),
+}
 
 
 class GradientFields(Frozen):

@@ -31,12 +31,12 @@ from numpy.typing import NDArray
 
 from analysis import style
 from analysis.load import Run, Study, StudyError, load_records, load_study
+from analysis.pairs import KINDS, NAMES, pairs_of
 from analysis.statistics import Estimate, mean, mean_band
 
 __all__ = ["combine", "draw"]
 
 NAME = "ics"
-KINDS = ("none", "batch")
 WHICH = ("preceding", "following", "own", "all")
 UNITS = {"curvature": "1 / (|Hg|/|g|)", "sharpness": "1 / sharpness"}
 STATISTICS = {"l2": "|G - G'|", "relative": "|G - G'| / |G|", "cosine": "cosine of G and G'"}
@@ -220,8 +220,6 @@ def draw(folder: Path) -> style.Drawn:
     """
     folder = Path(folder)
     study = load_study(folder)
-    if study.name != NAME:
-        raise StudyError(f"{NAME} draws the study of that name; {folder} holds {study.name!r}")
     judged = [_judge(pair) for pair in _pairs(study)]
     pairs = [one.pair for one in judged]
     curves, controls, readings = _curves(pairs), _controls(pairs), _numbers(judged)
@@ -241,16 +239,11 @@ def draw(folder: Path) -> style.Drawn:
 
 
 def _pairs(study: Study) -> Iterator[_Pair]:
-    names = [arm.name for arm in study.arms]
-    stems = dict.fromkeys(name.rpartition("-")[0] for name in names)
-    for stem in stems:
-        both = [f"{stem}-{kind}" for kind in KINDS]
-        if not set(both) <= set(names):
-            raise StudyError(f"{study.folder} has no pair of arms {both[0]} and {both[1]}")
-        none, batch = (_read_arm(study, name) for name in both)
+    for pair in pairs_of(study, NAME):
+        none, batch = (_read_arm(study, pair.arm(kind)) for kind in KINDS)
         if len(none.layers) != len(batch.layers):
-            raise StudyError(f"{both[0]} has {len(none.layers)} layers, {both[1]} {len(batch.layers)}")
-        yield _Pair(stem, none.label.rpartition(", ")[0] or stem, none, batch)
+            raise StudyError(f"{none.name} has {len(none.layers)} layers, {batch.name} {len(batch.layers)}")
+        yield _Pair(f"{pair.network}-{pair.rate:g}", pair.title, none, batch)
 
 
 def _read_arm(study: Study, name: str) -> _Arm:
@@ -611,7 +604,7 @@ def _controls_figure(study: Study, pairs: Sequence[_Pair], numbers: pd.DataFrame
     grid = figure.subplots(len(pairs), 4, squeeze=False)
     for row, pair in zip(grid, pairs, strict=True):
         mine = numbers[numbers["pair"] == pair.name]
-        for axes, arm, short in zip(row, pair.arms, ("without BN", "with BN"), strict=False):
+        for axes, arm, short in zip(row, pair.arms, NAMES.values(), strict=False):
             for which in WHICH:
                 one = _series(mine, "which", arm.name, which)
                 _draw_line(axes, one, _WHICH_COLORS[which], _WHICH_DASHES[which], which)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import AfterValidator, Field
 
 from experiments.config import Count, Frozen, MeasuresConfig, Positive, RunConfig
-from experiments.protocols import GradientFields, gradient_arms, gradient_run
+from experiments.protocols import SOURCES_VGG, GradientFields, gradient_arms, gradient_run
 from experiments.study import Arm, Device, Figure, Preset, Study
 
 if TYPE_CHECKING:
@@ -159,11 +159,7 @@ STUDY = Study(
         "paper-vgg": Preset(
             seeds=3,
             fields={
-                "network": ("vgg",),
-                "vgg_lr": (0.1, 0.01),
-                "layout": "D",
-                "width": 1.0,
-                "steps": 15_000,
+                **SOURCES_VGG,
                 "shift_every": 250,
                 "virtual_every": 2500,
             },

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from experiments.config import Count, Frozen, MeasuresConfig, Positive, RunConfig
-from experiments.protocols import GradientFields, Rates, gradient_arms, gradient_run
+from experiments.protocols import SOURCES_VGG, TINY_NETWORKS, GradientFields, Rates, gradient_arms, gradient_run
 from experiments.study import Arm, Device, Figure, Preset, Study
 
 if TYPE_CHECKING:
@@ -140,13 +140,8 @@ STUDY = Study(
         "smoke": Preset(
             seeds=2,
             fields={
+                **TINY_NETWORKS,
                 "steps": 9,
-                "mlp_lr": (0.1,),
-                "linear_lr": (1e-6,),
-                "hidden": (12, 10),
-                "depth": 4,
-                "dimension": 4,
-                "examples": 40,
                 "points": 3,
                 "walk_every": 2,
                 "virtual_every": 4,
@@ -160,11 +155,7 @@ STUDY = Study(
         "paper-vgg": Preset(
             seeds=3,
             fields={
-                "network": ("vgg",),
-                "steps": 15_000,
-                "layout": "D",
-                "width": 1.0,
-                "vgg_lr": (0.1, 0.01),
+                **SOURCES_VGG,
                 "lowest": 0.5,
                 "walk_every": 250,
                 "virtual_every": 2500,

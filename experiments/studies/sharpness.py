@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from experiments.config import Count, Frozen, MeasuresConfig, Positive, RunConfig
-from experiments.protocols import GradientFields, Rates, gradient_arms, gradient_run, probe_examples
+from experiments.protocols import (
+    SOURCES_VGG,
+    TINY_NETWORKS,
+    GradientFields,
+    Rates,
+    gradient_arms,
+    gradient_run,
+    probe_examples,
+)
 from experiments.study import Arm, Device, Figure, Preset, Study
 
 if TYPE_CHECKING:
@@ -122,13 +130,8 @@ STUDY = Study(
         "smoke": Preset(
             seeds=2,
             fields={
+                **TINY_NETWORKS,
                 "steps": 9,
-                "mlp_lr": (0.1,),
-                "linear_lr": (1e-6,),
-                "hidden": (12, 10),
-                "depth": 4,
-                "dimension": 4,
-                "examples": 40,
                 "sharpness_every": 2,
                 "fixed_every": 4,
                 "sample": 100,
@@ -140,11 +143,7 @@ STUDY = Study(
         "paper-vgg": Preset(
             seeds=3,
             fields={
-                "network": ("vgg",),
-                "steps": 15_000,
-                "layout": "D",
-                "width": 1.0,
-                "vgg_lr": (0.1, 0.01),
+                **SOURCES_VGG,
                 "sharpness_every": 500,
                 "fixed_every": 2500,
             },

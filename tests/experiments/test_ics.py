@@ -40,19 +40,6 @@ def cells(table: pd.DataFrame, **where: Any) -> np.ndarray:
     return table["value"].to_numpy()
 
 
-def test_arms_share_seeds_and_differ_in_the_normalizer_alone(tmp_path: Path) -> None:
-    made = jobs(tmp_path, range(2))
-    by_name = {job.name: job.config.canonical() for job in made}
-    assert len(by_name) == 12
-    for stem in ("mlp-0.1", "linear-1e-06", "linear-1e-07"):
-        for seed in (0, 1):
-            none, batch = by_name[f"{stem}-none-s{seed}"], by_name[f"{stem}-batch-s{seed}"]
-            assert none["seed"] == batch["seed"] == seed
-            assert none.pop("normalizer")["kind"] == "none"
-            assert batch.pop("normalizer")["kind"] == "batch"
-            assert none == batch
-
-
 def test_the_networks_train_for_steps_of_their_own(tmp_path: Path) -> None:
     made = jobs(tmp_path, steps=30, mlp_steps=70)
     assert {job.arm.partition("-")[0]: job.steps for job in made} == {"mlp": 70, "linear": 30}

@@ -37,16 +37,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
     return found
 
 
-def test_the_arms_of_a_network_and_rate_differ_in_the_normalizer_alone(tmp_path: Path) -> None:
-    found = jobs(tmp_path)
-    assert len(found) == 8
-    for pair in ("mlp-0.1", "mlp-1", "linear-1e-06", "linear-1e-07"):
-        none, batch = (found[f"{pair}-{kind}"].config.canonical() for kind in ("none", "batch"))
-        assert (none.pop("normalizer")["kind"], batch.pop("normalizer")["kind"]) == ("none", "batch")
-        assert none == batch
-        assert none["seed"] == 7
-
-
 def test_the_grid_is_each_networks_own_and_log_spaced() -> None:
     fields = LandscapeFields()
     mlp, linear = fields.grid("mlp", 0.1), fields.grid("linear", 1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from experiments.assemble import make_data, make_network
 from experiments.config import MeasuresConfig, RunConfig
 from experiments.protocols import GradientFields, gradient_arms, gradient_run
 from experiments.seeds import Streams
+from experiments.study import Study, discover
 from experiments.train import Objective
 
 ALL = ("mlp", "linear", "vgg")
@@ -22,6 +24,26 @@ def runs(fields: GradientFields, seed: int = 0) -> dict[str, RunConfig]:
         arm.name: gradient_run(fields, arm, seed, "cpu", measures=MeasuresConfig(), evaluate_every=500)
         for arm in gradient_arms(fields)
     }
+
+
+STUDIES = [study for study in discover().values() if issubclass(study.fields, GradientFields)]
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_the_arms_of_every_study_differ_in_the_normalizer_alone(study: Study[Any], tmp_path: Path) -> None:
+    fields = study.fields()
+    made = {job.arm: job.config.canonical() for job in study.jobs(fields, [7], device="cpu", folder=tmp_path)}
+    pairs = [f"{network}-{rate:g}" for network in fields.network for rate in fields.rates(network)]
+    assert sorted(made) == sorted(f"{pair}-{kind}" for pair in pairs for kind in ("none", "batch"))
+    for pair in pairs:
+        none, batch = (made[f"{pair}-{kind}"] for kind in ("none", "batch"))
+        assert (none.pop("normalizer")["kind"], batch.pop("normalizer")["kind"]) == ("none", "batch")
+        assert none == batch
+        assert none["seed"] == 7
+
+
+def test_the_studies_of_the_gradient_are_found() -> None:
+    assert {"ics", "landscape", "sharpness"} <= {study.name for study in STUDIES}
 
 
 def test_each_network_runs_at_each_of_its_rates_without_and_with_bn() -> None:

@@ -35,15 +35,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
     return found
 
 
-def test_the_arms_of_a_network_and_rate_differ_in_the_normalizer_alone(tmp_path: Path) -> None:
-    found = jobs(tmp_path)
-    assert len(found) == 8
-    for pair in ("mlp-0.1", "mlp-1", "linear-1e-06", "linear-1e-07"):
-        none, batch = (found[f"{pair}-{kind}"].config.canonical() for kind in ("none", "batch"))
-        assert (none.pop("normalizer")["kind"], batch.pop("normalizer")["kind"]) == ("none", "batch")
-        assert none == batch
-
-
 def made(config: Any, seed: int = 7) -> tuple[list[Sharpness], Any]:
     streams = Streams(seed)
     data = make_data(config.data, streams)
