@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from hessian_eigenthings import HessianOperator, lanczos
 from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import nn
 
@@ -322,3 +323,23 @@ def test_a_matvec_of_a_real_network_is_symmetric_enough_for_lanczos():
         found = largest_eigenvalues(hessian, start, 2, tolerance=1e-8)
         for vector, value in zip(found.vectors, found.values, strict=True):
             assert float((hessian(vector) - value * vector).norm()) <= 2e-8 * float(value)
+
+
+@pytest.mark.parametrize("method", ["autograd", "finite_difference"])
+@pytest.mark.parametrize("normalizer", [nn.Identity, lambda: nn.BatchNorm2d(4)], ids=["without BN", "BN evaluating"])
+def test_an_independent_library_finds_the_same_spectrum(normalizer, method):
+    # hessian-eigenthings knows nothing of batch statistics (with them it would move the running ones): evaluation only.
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), normalizer(), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 36, 5)).double()
+    for _ in range(3):
+        model(2 + torch.randn(16, 3, 8, 8, dtype=torch.float64))  # running statistics other than 0 and 1
+    model.eval()
+    batch = torch.randn(16, 3, 8, 8, dtype=torch.float64), torch.randint(5, (16,))
+    theirs = lanczos(HessianOperator(model, [batch], cross_entropy, method=method), k=3, max_iter=80,
+                     reorthogonalize=True, which="LA", tol=1e-6, seed=1)  # fmt: skip
+    with Gradients.of_model(model, cross_entropy, batch, mode="population") as at:
+        hessian = at.hessian()
+        start = search_start(torch.cat([block.reshape(-1) for block in hessian.gradient]), 0)
+        ours = largest_eigenvalues(hessian, start, 3, tolerance=1e-6)
+    assert ours.converged and bool(theirs.converged.all())
+    assert ours.values.tolist() == pytest.approx(sorted(theirs.eigenvalues.tolist(), reverse=True), rel=1e-5)
