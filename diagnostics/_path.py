@@ -1,12 +1,18 @@
 """The layers of a network in order of execution, and the chain they form where one feeds the next and nothing else.
 
-A forward is watched once. An *atom* is a called module that calls no other. Where each atom's input is the output of
+A forward is watched once. A module that is called and calls no other is a layer with all its parameters, and its place
+is that of its first call. A parameter that a module with called children uses itself (a scale, a token, a weight of a
+module that is never called) is a layer of its own; its place is that of the first operation on it, which the graph
+tells: operations are numbered as they are run.
+
+An *atom* is a called module that calls no other. Where each atom's input is the output of
 the one before, from the model's input to its output, the network is the composition of its atoms and can be run from
 any of them on: the gradient by layer i, with the layers before it elsewhere, then needs only what comes from i on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +28,7 @@ from diagnostics.guard import RandomState, is_normalizer
 from diagnostics.taps import named_modules, resolve
 
 Grouping = Literal["layer", "module"]
+_MAKER = "parametrizations"  # the part of a name below which torch keeps the modules that make a weight
 Atoms = tuple[nn.Module, ...]
 _NORMS: tuple[type, ...] = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 if hasattr(nn, "RMSNorm"):
@@ -33,7 +40,7 @@ class Layer:
     """One layer.
 
     Attributes:
-        name: Of its first module; ``-`` for the model itself.
+        name: Of its first module, or of the parameter; ``-`` for the model itself.
         indices: Of its parameters, in the order of `Gradients.names`.
     """
 
@@ -58,8 +65,8 @@ class Path:
 @dataclass
 class _Call:
     given: Tensor | None
-    version: int
     called: bool = False  # whether it has called another module
+    delegated: bool = False  # whether it has called one that is not there to make its own parameters
 
 
 class _Watch:
@@ -67,16 +74,21 @@ class _Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._modules = dict(named_modules(model))
+        self._makers = {id(module) for name, module in self._modules.items() if _MAKER in name.split(".")}
         self._handles: list[RemovableHandle] = []
         self._under_way: list[_Call] = []
-        self._last: tuple[object, int] = (None, 0)  # what the next atom must be given, and that tensor's version
+        self._last: object = None  # what the next atom must be given
         self._outermost = 0
-        self.entered: dict[int, int] = {}  # id of a module -> its place in the order of first calls
+        self.began: int | None = None  # the operation before which the model was first called
+        self.ended = 0
+        self.entered: dict[int, int] = {}  # id of a module -> the number of the operation before its first call
+        self.delegating: set[int] = set()  # ids of modules that called others
         self.atoms: list[nn.Module] = []
         self.chained = True
 
     def __enter__(self) -> _Watch:
-        for _, module in named_modules(self._model):
+        for module in self._modules.values():
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave))
         return self
@@ -87,27 +99,65 @@ class _Watch:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         single = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        call = _Call(args[0], args[0]._version) if single else _Call(None, 0)
+        call = _Call(args[0] if single else None)
+        now = _operations()
         if self._under_way:
             self._under_way[-1].called = True
+            self._under_way[-1].delegated |= id(module) not in self._makers
         else:
             self._outermost += 1
             # Called twice, or a part of it without the whole: no one chain from its input to its output.
             self.chained &= module is self._model and self._outermost == 1
-            self._last = call.given, call.version
+            self._last = call.given
+            self.began = now if self.began is None else self.began
         self._under_way.append(call)
-        self.entered.setdefault(id(module), len(self.entered))
+        self.entered.setdefault(id(module), now)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call = self._under_way.pop()
+        if call.delegated:
+            self.delegating.add(id(module))
         if not call.called:
-            awaited, version = self._last
-            self.chained &= call.given is not None and call.given is awaited and call.version == version
-            self.chained &= isinstance(output, Tensor)
+            self.chained &= call.given is not None and call.given is self._last and isinstance(output, Tensor)
             self.atoms.append(module)
-            self._last = output, output._version if isinstance(output, Tensor) else 0
+            self._last = output
         if not self._under_way:
-            self.chained &= output is self._last[0]
+            self.chained &= output is self._last
+            self.ended = _operations()
+
+
+def _operations() -> int:
+    """The number of the next operation that a graph will hold."""
+    with torch.enable_grad():
+        made = torch.zeros((), requires_grad=True).clone()
+    assert made.grad_fn is not None
+    return made.grad_fn._sequence_nr()
+
+
+def _first_uses(loss: Tensor, parameters: Sequence[Tensor], watch: _Watch) -> dict[int, int]:
+    """Index of a parameter -> the number of the first operation on it.
+
+    One outside the model's forward, in a penalty say, counts only for a parameter that has none within.
+    """
+    indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+    found: dict[int, tuple[bool, int]] = {}
+    first, last = watch.began or 0, watch.ended
+    waiting = [node for node in (loss.grad_fn,) if node is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        for before, _ in node.next_functions:
+            if before is None:
+                continue
+            index = indices.get(id(getattr(before, "variable", None)))
+            if index is not None:
+                number = node._sequence_nr()
+                use = not first <= number <= last, number
+                found[index] = min(found.get(index, use), use)
+            elif before not in seen:
+                seen.add(before)
+                waiting.append(before)
+    return {index: number for index, (_, number) in found.items()}
 
 
 def find(at: Gradients, layers: Sequence[str] | None = None, group: Grouping = "layer") -> Path:
@@ -126,17 +176,17 @@ def find(at: Gradients, layers: Sequence[str] | None = None, group: Grouping = "
     at.put(at.theta)
     with _Watch(model) as watch:
         loss = at.loss(at.parts[0][1])
+    uses = _first_uses(loss, at.parameters, watch)
     reached = torch.autograd.grad(loss, at.parameters, allow_unused=True)
     used = {id(p): index for index, (p, g) in enumerate(zip(at.parameters, reached, strict=True)) if g is not None}
-    owners = _owners(model, watch.entered, used)
-    found = _merged(owners, group) if layers is None else _named(model, layers, owners, used, group)
+    owners = _owners(model, watch, used, uses)
+    found = _merged(owners, group) if layers is None else _named(model, layers, owners, used, uses, group)
     placed = {index for layer in found for index in layer.indices}
     missing = [at.names[index] for index in sorted(set(used.values()) - placed)]
     if missing:
         raise ValueError(
-            f"parameter {missing[0]!r} is in no layer:"
-            + (" its module was not called in the forward; name all layers in order, layers=[...]" * (layers is None))
-            + (f" layers={list(layers)!r} must cover all that the loss depends on" if layers is not None else "")
+            f"parameter {missing[0]!r} is in no layer: layers={list(layers or ())!r} must cover all that the loss"
+            " depends on"
         )
     path = Path(found, _chain(model, watch, found, at))
     return path if path.chain is None or _holds(at, path) else Path(found, None)
@@ -145,17 +195,17 @@ def find(at: Gradients, layers: Sequence[str] | None = None, group: Grouping = "
 @dataclass
 class _Owner:
     name: str
-    module: nn.Module
-    place: int
+    module: nn.Module | None  # None for a parameter by itself
+    place: float  # in the order of operations
     indices: list[int]
 
     @property
     def normalizes(self) -> bool:
-        return is_normalizer(self.module) or isinstance(self.module, _NORMS)
+        return self.module is not None and (is_normalizer(self.module) or isinstance(self.module, _NORMS))
 
 
-def _owners(model: nn.Module, entered: Mapping[int, int], used: Mapping[int, int]) -> list[_Owner]:
-    """The called modules that own what the loss depends on, in order of their first call.
+def _owners(model: nn.Module, watch: _Watch, used: Mapping[int, int], uses: Mapping[int, int]) -> list[_Owner]:
+    """The layers, one for each module or parameter, in order of execution.
 
     A tied parameter belongs to the first of its modules to be called. The parameters of a module that is never called
     itself belong to the atom above it, which uses them in its stead (as ``MultiheadAttention`` does); a parametrization
@@ -163,35 +213,41 @@ def _owners(model: nn.Module, entered: Mapping[int, int], used: Mapping[int, int
     """
     modules = dict(named_modules(model))
     found: dict[str, _Owner] = {}
-    claims: dict[int, _Owner] = {}  # index of a parameter -> its owner
+    claims: dict[int, tuple[float, str]] = {}  # index of a parameter -> when the module that claims it is called, owner
     for name, module in modules.items():
-        owner_name = _responsible(name, modules, entered)
-        if owner_name is None:
-            continue
-        owner = modules[owner_name]
-        mine = found.setdefault(owner_name, _Owner(owner_name, owner, entered[id(owner)], []))
-        for parameter in module._parameters.values():
+        for tensor, parameter in module._parameters.items():
             index = None if parameter is None else used.get(id(parameter))
-            if index is not None and (index not in claims or mine.place < claims[index].place):
-                claims[index] = mine
-    for index in sorted(claims):
-        claims[index].indices.append(index)
-    return sorted((owner for owner in found.values() if owner.indices), key=lambda owner: owner.place)
+            if index is None:
+                continue
+            owner_name, owner = _responsible(name, tensor, modules, watch)
+            called = math.inf if owner is None else watch.entered[id(owner)]
+            found.setdefault(owner_name, _Owner(owner_name, owner, called, []))
+            if index not in claims or called < claims[index][0]:
+                claims[index] = called, owner_name
+    for index, (_, owner_name) in sorted(claims.items()):
+        mine = found[owner_name]
+        mine.indices.append(index)
+        if mine.module is None:
+            mine.place = min(mine.place, uses.get(index, math.inf))
+    return sorted((owner for owner in found.values() if owner.indices), key=lambda one: (one.place, one.indices[0]))
 
 
-def _responsible(name: str, modules: Mapping[str, nn.Module], entered: Mapping[int, int]) -> str | None:
+def _responsible(
+    name: str, tensor: str, modules: Mapping[str, nn.Module], watch: _Watch
+) -> tuple[str, nn.Module | None]:
+    """Name and module of the layer that holds parameter ``tensor`` of module ``name``; no module for one by itself."""
     parts = name.split(".")
-    if "parametrizations" in parts:
-        name = ".".join(parts[: parts.index("parametrizations")])
-    if id(modules[name]) in entered:
-        return name
-    while name:
-        name = name.rpartition(".")[0]
-        if id(modules[name]) in entered:
-            # Where its other children are called, how it came by this one's parameters cannot be told.
-            calls = any(id(below) in entered for below in modules[name].modules() if below is not modules[name])
-            return None if calls else name
-    return None
+    if _MAKER in parts:
+        place = parts.index(_MAKER)
+        name, tensor = ".".join(parts[:place]), (parts[place + 1 :] or [tensor])[0]
+    user = name
+    while id(modules[user]) not in watch.entered and user:
+        user = user.rpartition(".")[0]
+    if id(modules[user]) in watch.entered and id(modules[user]) not in watch.delegating:
+        return user, modules[user]
+    if id(modules[name]) in watch.entered:
+        return f"{name}.{tensor}" if name else tensor, None
+    return name or tensor, None  # its module is never called: all it holds is used together
 
 
 def _merged(owners: Sequence[_Owner], group: Grouping) -> tuple[Layer, ...]:
@@ -205,9 +261,25 @@ def _merged(owners: Sequence[_Owner], group: Grouping) -> tuple[Layer, ...]:
 
 
 def _named(
-    model: nn.Module, patterns: Sequence[str], owners: Sequence[_Owner], used: Mapping[int, int], group: Grouping
+    model: nn.Module,
+    patterns: Sequence[str],
+    owners: Sequence[_Owner],
+    used: Mapping[int, int],
+    uses: Mapping[int, int],
+    group: Grouping,
 ) -> tuple[Layer, ...]:
-    chosen = {name: module for pattern in patterns for name, module in resolve(model, pattern).items()}
+    places = {index: (owner.place, uses.get(index, math.inf)) for owner in owners for index in owner.indices}
+
+    def first(module: nn.Module) -> tuple[float, float]:
+        mine = [places[used[id(p)]] for p in module.parameters() if id(p) in used]
+        return min(mine, default=(math.inf, math.inf))
+
+    # Patterns stand in the order of execution, and what one of them matches is put into it.
+    chosen = {
+        name: module
+        for pattern in patterns
+        for name, module in sorted(resolve(model, pattern).items(), key=lambda item: first(item[1]))
+    }
     held: dict[int, str] = {}  # index of a parameter -> its layer
     for name, module in chosen.items():
         for parameter in module.parameters():
@@ -253,13 +325,24 @@ def _chain(model: nn.Module, watch: _Watch, layers: Sequence[Layer], at: Gradien
 
 
 def _holds(at: Gradients, path: Path) -> bool:
-    """Whether the chain gives the network's own gradient, layer by layer and to the bit."""
+    """Whether the chain gives the network's own gradient, layer by layer and to the bit.
+
+    At theta_t, and with the layers before each one elsewhere: a loss may read what a forward left in an attribute, of
+    which a part of the chain leaves less, or what was there before.
+    """
     batch = at.parts[0][1]
-    at.put(at.theta)
-    whole = differentiate(at.loss(batch), at.parameters)
-    for layer, found in zip(path.layers, from_each_layer(at, path, batch, at.theta, at.theta, at.theta), strict=True):
-        if not all(torch.equal(whole[index], block) for index, block in zip(layer.indices, found, strict=True)):
-            return False
+    moved = tuple(block + 0.01 * (block.abs() + block.square().mean().sqrt()) for block in at.theta)
+    try:
+        for before in (at.theta, moved):
+            short = list(from_each_layer(at, path, batch, before, at.theta, at.theta))
+            at.put(at.theta)
+            for layer, found in zip(path.layers, short, strict=True):
+                wanted = differentiate(at.loss(batch), [at.parameters[index] for index in layer.indices])
+                if not all(map(torch.equal, wanted, found)):
+                    return False
+                at.put(before, layer.indices)
+    except Exception:  # the user's own code, run in parts, may fail in any way
+        return False
     return True
 
 

@@ -248,6 +248,7 @@ class _OfLayers(GradientProbe):
         self.group = group
         self.layers = None if layers is None else tuple(layers)
         self._path = Path((), None)
+        self._found_for: tuple[object, ...] = ()
 
     def bind(self, site: Site) -> None:
         """Forget the layers found.
@@ -260,13 +261,25 @@ class _OfLayers(GradientProbe):
             resolve(site.model, self.layers)
 
     def look(self, at: Gradients) -> None:
-        """Find the layers.
+        """Forget the layers found.
 
         Raises:
-            ValueError: If a parameter that the loss depends on is in none, or two evaluations in one place differ.
+            ValueError: If two evaluations in one place differ.
         """
         super().look(at)
-        self._path = find(at, self.layers, self.group)
+        self._found_for = ()
+
+    def start(self, at: Gradients) -> tuple[Path, Tensor, Blocks]:
+        """The layers, loss and gradient at theta_t.
+
+        The layers are found anew where others are trained or reached than last time: parameters are frozen and thawed,
+        parts are dropped or chosen by the batch.
+        """
+        loss, gradient = at()
+        if self._found_for != (at.names, at.reached):
+            self._path = find(at, self.layers, self.group)
+            self._found_for = at.names, at.reached
+        return self._path, loss, gradient
 
 
 class CovariateShift(_OfLayers):
@@ -278,8 +291,10 @@ class CovariateShift(_OfLayers):
     ``total_gradient_norm``, and ``step_norm`` |theta_{t+1} - theta_t|, which is 0 where the optimizer's step did not
     happen.
 
-    The layers and their order are found from a forward at the first due step. A parameter that is frozen, or that the
-    loss does not depend on, is in no layer; a tied one belongs to the first layer that is called.
+    The layers and their order are found from a forward at the first due step, and again whenever other parameters are
+    trained, or the loss depends on others, than the last time. A parameter that is frozen, or that the loss does not
+    depend on, is in no layer; a tied one belongs to the first layer that is called. What a module with called children
+    uses itself (a scale, a token) is a layer of its own under the parameter's name.
 
     Args:
         which: Which layers move: ``preceding`` (Definition 2.1), ``following``, ``own``, ``all``.
@@ -323,9 +338,8 @@ class CovariateShift(_OfLayers):
         """Every layer's gradient at theta_t and with others at theta_{t+1}."""
         mode = self.mode_name(view)
         with self.gradients(view) as at:
-            path = self._path
+            path, loss, gradient = self.start(at)
             after = tuple(view.after[name] for name in at.names)
-            loss, gradient = at()
             plain = references(path, gradient)
             whole = {"loss": float(loss), "total_gradient_norm": math.hypot(*(g.norm for g in plain))}
             whole["step_norm"] = distance(at.theta, after)
@@ -413,8 +427,7 @@ class VirtualShift(_OfLayers):
         """Every step size in either unit, from theta_t."""
         mode = self.mode_name(view)
         with self.gradients(view) as at:
-            path = self._path
-            loss, gradient = at()
+            path, loss, gradient = self.start(at)
             curvature, top = self._units(at, flat(gradient))
             plain = references(path, gradient)
             noise = rounding_noise(at, path, plain)

@@ -200,6 +200,7 @@ class Gradients:
         names: Their names.
         parameters: The model's own Parameter objects, in the same order.
         parts: (weight, batch) of each chunk; one of weight 1 for a batch that is not streamed.
+        reached: For each parameter whether the loss depended on it when its whole gradient was last taken.
     """
 
     def __init__(self, view: StepView, batch: Any, *, chunks: Chunks | None) -> None:
@@ -212,6 +213,7 @@ class Gradients:
         self.theta: Blocks = tuple(view.before[name] for name in chosen)
         self.surroundings = Surroundings(view)
         self.serial = 0
+        self.reached: tuple[bool, ...] = ()
         self._chunks = chunks
         self._lent: tuple[Any, Any, list[int], list[Tensor]] | None = None  # whose copy, the copy, its state, its parts
         self.parts: list[tuple[float, Any]] = [(1.0, batch)]
@@ -322,17 +324,26 @@ class Gradients:
             return self.gradient_on(self.parts[0][1], which)
         total = Accumulator()
         losses = []
+        reached = []
         for weight, batch in self.parts:
             loss, blocks = self.gradient_on(batch, which)
             losses.append(weight * loss)
             total.add(weight, blocks)
+            reached.append(self.reached)
+        self.reached = tuple(map(any, zip(*reached, strict=True)))
         return torch.stack(losses).sum(), total.blocks
 
     def gradient_on(self, batch: Any, which: Sequence[int] | None = None) -> tuple[Tensor, Blocks]:
         """The same on one part of the batch."""
         loss = self.loss(batch)
-        wanted = self.parameters if which is None else [self.parameters[index] for index in which]
-        return loss.detach(), differentiate(loss, wanted)
+        if which is not None:
+            return loss.detach(), differentiate(loss, [self.parameters[index] for index in which])
+        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        self.reached = tuple(block is not None for block in found)
+        if all(self.reached):
+            return loss.detach(), found
+        pairs = zip(found, self.parameters, strict=True)
+        return loss.detach(), tuple(torch.zeros_like(p) if block is None else block for block, p in pairs)
 
     def __call__(self, theta: Blocks | None = None) -> tuple[Tensor, Blocks]:
         """(loss, gradient) at ``theta``, by default theta_t; the gradient has the shapes of ``theta``."""

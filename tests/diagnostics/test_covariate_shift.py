@@ -357,10 +357,9 @@ def test_layers_that_do_not_fit_are_refused(tmp_path):
         def forward(self, x):
             return F.linear(self.a(x), self.b.weight, self.b.bias)
 
-    with pytest.raises(ProbeError, match=r"'b.weight' is in no layer: its module was not called.*layers="):
-        record(tmp_path, CovariateShift(), Odd().double(), labelled())
-    found, *_ = record(tmp_path, CovariateShift(layers=["a", "b"]), Odd().double(), labelled())
-    assert layers_of(found) == ["a", "b"]
+    for layers in (None, ["a", "b"]):
+        found, *_ = record(tmp_path, CovariateShift(layers=layers), Odd().double(), labelled())
+        assert layers_of(found) == ["a", "b"]
 
 
 def test_what_is_frozen_or_unused_is_in_no_layer(tmp_path):
@@ -493,6 +492,21 @@ def test_a_gradient_of_rounding_noise_has_no_cosine(dtype, tmp_path):
         assert found["1", f"l2{suffix}", -1] >= 0
         for layer in ("0", "2", "4"):
             assert not math.isnan(found[layer, f"cosine{suffix}", -1])
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return x.double()
+
+
+def test_rounding_noise_is_judged_by_the_coarsest_type(tmp_path):
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Linear(4, 5, bias=False), Bias(5), nn.BatchNorm1d(5), nn.Tanh())
+    x, y = labelled(32)
+    model = nn.Sequential(*single, Double(), nn.Linear(5, 3).double())
+    found, *_ = record(tmp_path, CovariateShift(group="module"), model, (x.float(), y))
+    assert 0 < found["1", "gradient_norm", -1] < 1e-5 * found["0", "gradient_norm", -1]
+    assert math.isnan(found["1", "cosine", -1])
 
 
 def test_a_small_gradient_that_is_no_noise_keeps_its_cosine(tmp_path):
@@ -736,3 +750,215 @@ def test_the_functions_behind_it_serve_without_a_recorder():
     assert abs(unit.rayleigh) <= unit.directional
     assert unit.rayleigh <= float(top.values[0]) * 1.01
     assert float(shift.l2[0]) == 0 and (shift.l2[1:] > 0).all()
+
+
+class Half(nn.Module):
+    def forward(self, x):
+        return x / 2
+
+
+class Headed(nn.Module):
+    """Its own weight is used last, another before all, and a penalty on all of them is taken before the forward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.Parameter(torch.randn(5, 3))
+        self.b = nn.Linear(5, 5)
+        self.a = nn.Linear(4, 5)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.never = nn.Linear(5, 5)
+        nn.utils.parametrizations.weight_norm(self.a)
+        nn.utils.parametrize.register_parametrization(self, "head", Half())
+        self.double()
+
+    def forward(self, x):
+        x = torch.tanh(self.b(torch.tanh(self.a(x * self.scale))))
+        return torch.tanh(F.linear(x, self.never.weight)) @ self.head
+
+
+class Scaled(nn.Module):
+    """A residual block with a scale of its own, as in vision transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((4,), 0.5))
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.gamma * torch.tanh(self.inner(x))
+
+
+def scaled():
+    torch.manual_seed(1)
+    return nn.Sequential(Scaled(), Scaled(), nn.Linear(4, 3)).double()
+
+
+def penalized_before(model, batch):
+    penalty = sum(p.square().sum() for p in model.parameters())
+    return 0.01 * penalty + cross_entropy(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "layers"),
+    [
+        (
+            Headed,
+            cross_entropy,
+            {
+                "scale": ["scale"],
+                "a": ["a."],
+                "b": ["b."],
+                "never": ["never.weight"],
+                "head": ["parametrizations.head."],
+            },  # fmt: skip
+        ),
+        (
+            scaled,
+            penalized_before,
+            {
+                "0.inner": ["0.inner"],
+                "0.gamma": ["0.gamma"],
+                "1.inner": ["1.inner"],
+                "1.gamma": ["1.gamma"],
+                "2": ["2."],
+            },
+        ),
+    ],
+    ids=["headed", "scaled"],
+)
+def test_what_a_module_with_children_uses_itself_stands_where_it_is_used(make, loss, layers, tmp_path):
+    found, before, after = record(tmp_path, CovariateShift(WHICH), make(), labelled(), loss)
+    assert layers_of(found) == [name.rstrip(".") for name in layers]
+    for which in WHICH:
+        wanted = twin.shift(before, loss, labelled(), after, grouped(before, layers), which)
+        assert_is_the_twins(found, wanted, layers_of(found), which)
+
+
+def test_one_glob_names_layers_in_the_order_they_are_run_in(tmp_path):
+    layers = {"first": ["first."], "second": ["second."], "last": ["last."]}
+    model = Branched()
+    model.norm = nn.Identity()
+    found, before, after = record(tmp_path, CovariateShift(layers=["*"]), model, labelled())
+    assert layers_of(found) == list(layers)
+    wanted = twin.shift(before, cross_entropy, labelled(), after, grouped(before, layers))
+    assert_is_the_twins(found, wanted, layers, "preceding")
+
+
+@pytest.mark.parametrize("thaw", [True, False])
+@pytest.mark.parametrize("make", [CovariateShift, lambda: VirtualShift((1.0,))])
+def test_layers_are_found_anew_when_parameters_are_frozen_or_thawed(make, thaw, tmp_path):
+    model, probe, batch = mlp(nn.Identity), make(), labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].requires_grad_(not thaw)
+    with Recorder(model, tmp_path / "run", [probe], loss=cross_entropy, optimizer=optimizer) as recorder:
+        for _ in range(2):
+            before = copy.deepcopy(model)
+            with recorder.step(batch):
+                optimizer.zero_grad()
+                cross_entropy(model, batch).backward()
+                optimizer.step()
+            model[0].requires_grad_(thaw)
+    table = read_run(tmp_path / "run")
+    layers = MLP_LAYERS if thaw else {name: MLP_LAYERS[name] for name in ("1.0", "2")}
+    later = {(row.layer, row.statistic, row.unit): row.value for row in table[table.step == 1].itertuples()}
+    assert layers_of(later) == list(layers)
+    before.requires_grad_(True)
+    if isinstance(probe, CovariateShift):
+        after = {name: p.detach().clone() for name, p in model.named_parameters()}
+        wanted = twin.shift(before, cross_entropy, batch, after, grouped(before, layers))
+        assert_is_the_twins(later, wanted, layers, "preceding")
+
+
+class Chosen(nn.Module):
+    """A mixture of which the batch chooses the expert."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.out = nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.experts[int(x[0, 0] > 0)](x)))
+
+
+def test_layers_are_found_anew_when_the_batch_takes_another_way(tmp_path):
+    model, (x, y) = Chosen(), labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with Recorder(model, tmp_path / "run", [CovariateShift()], loss=cross_entropy, optimizer=optimizer) as recorder:
+        for sign in (-1, 1):
+            x[0, 0] = sign
+            before = copy.deepcopy(model)
+            with recorder.step((x, y)):
+                optimizer.zero_grad()
+                cross_entropy(model, (x, y)).backward()
+                optimizer.step()
+    table = read_run(tmp_path / "run")
+    for step, expert in enumerate(("experts.0", "experts.1")):
+        found = {(row.layer, row.statistic, row.unit): row.value for row in table[table.step == step].itertuples()}
+        assert layers_of(found) == [expert, "out"]
+    layers = {"experts.1": ["experts.1."], "out": ["out."]}
+    after = {name: p.detach().clone() for name, p in model.named_parameters()}
+    wanted = twin.shift(before, cross_entropy, (x, y), after, grouped(before, layers))
+    assert_is_the_twins(found, wanted, layers, "preceding")
+
+
+class Leaving(nn.Sequential):
+    """A part of the network that leaves a number for the loss to read."""
+
+    def __init__(self, *parts, leave):
+        super().__init__(*parts)
+        self.leave, self.left = leave, None
+
+    def forward(self, x):
+        x = super().forward(x)
+        self.left = self.leave(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda h: h.square().mean(),
+        lambda h: h.detach().square().mean(),
+        lambda h: [h.square().mean()],
+    ],
+    ids=["a term of the loss", "a weight", "a list"],
+)
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_loss_that_reads_what_the_forward_left_is_followed(leave, outside, tmp_path):
+    torch.manual_seed(1)
+    inner = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()]
+    head = nn.Linear(6, 3)
+    model = Leaving(*inner, head, leave=leave) if outside else nn.Sequential(Leaving(*inner, leave=leave), head)
+    model = model.double()
+    leaving = model if outside else model[0]
+
+    def loss(model, batch):
+        value = cross_entropy(model, batch)
+        here = model if outside else model[0]
+        left = here.left[0] if isinstance(here.left, list) else here.left
+        return value * (1 + left)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probes = [CovariateShift(WHICH)]
+    with Recorder(model, tmp_path / "run", probes, loss=loss, optimizer=optimizer) as recorder:
+        for _ in range(2):
+            leaving.left = None
+            before = copy.deepcopy(model)
+            model(labelled()[0])  # leaves what is right where the step begins, and nowhere else
+            with recorder.step(labelled()):
+                optimizer.zero_grad()
+                loss(model, labelled()).backward()
+                optimizer.step()
+    table = read_run(tmp_path / "run")
+    found = {(row.layer, row.statistic, row.unit): row.value for row in table[table.step == 1].itertuples()}
+    after = {name: p.detach().clone() for name, p in model.named_parameters()}
+    prefix = "" if outside else "0."
+    layers = {f"{prefix}0": [f"{prefix}0."], f"{prefix}2": [f"{prefix}2."]}
+    layers |= {"4": ["4."]} if outside else {"1": ["1."]}
+    for which in WHICH:
+        wanted = twin.shift(before, loss, labelled(), after, grouped(before, layers), which)
+        assert_is_the_twins(found, wanted, layers, which)
