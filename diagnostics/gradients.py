@@ -122,6 +122,7 @@ class Surroundings:
             if isolated(value, {}) is not value
         ]
         self._moved: tuple[list[int], list[int]] | None = None
+        self._made: list[nn.Module] = []
         self._ran = False
         self.random = False
 
@@ -132,6 +133,7 @@ class Surroundings:
             return
         if self._moved is None:
             self._moved = self._moved_buffers(), self._moved_attributes()
+            self._made = self._entry.with_new_buffers()
             self.random = self._entry.streams.moved()
         buffers, attributes = self._moved
         fresh: dict[int, Tensor] = {}
@@ -145,6 +147,8 @@ class Surroundings:
             for name in vars(module).keys() - kept.keys():
                 del vars(module)[name]
             vars(module).update(kept)
+        for module in self._made:
+            self._entry.drop_new_buffers(module)
         copies: dict[int, Any] = {}
         for module, name, value in self._mutable:
             vars(module)[name] = isolated(value, copies)

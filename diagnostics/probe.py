@@ -136,6 +136,13 @@ class Before:
                     self.places.append((module, name, id(buffer)))
                     if id(buffer) not in self.buffers:
                         self.buffers[id(buffer)] = buffer.detach().clone()
+        # What a forward makes later is not the step's.
+        self.attribute_names = [(module, set(vars(module))) for module in site.model.modules()]
+        self._filled = {
+            module: {name for name, buffer in module._buffers.items() if buffer is not None}
+            for module in site.model.modules()
+        }
+        self._empty = {module: module._buffers.keys() - filled for module, filled in self._filled.items()}
         copies: dict[int, Any] = {}
         self.attributes = [
             (module, {name: isolated(value, copies) for name, value in own_attributes(module).items()})
@@ -143,6 +150,22 @@ class Before:
         ]
         self.training = [(module, module.training) for module in site.model.modules()]
         self.streams = RandomState(site.model, site.generators)
+
+    def with_new_buffers(self) -> list[nn.Module]:
+        """The modules that have buffers now which they had not."""
+        return [
+            module
+            for module, filled in self._filled.items()
+            if any(held is not None and name not in filled for name, held in module._buffers.items())
+        ]
+
+    def drop_new_buffers(self, module: nn.Module) -> None:
+        """Take from ``module`` the buffers that it had not."""
+        for name in module._buffers.keys() - self._filled[module]:
+            if name in self._empty[module]:
+                module._buffers[name] = None
+            else:
+                del module._buffers[name]
 
 
 @dataclass(frozen=True)
@@ -203,9 +226,14 @@ class StepView:
             fresh = {key: value.clone() for key, value in self._entry.buffers.items()}
             for owner, name, key in self._entry.places:
                 owner._buffers[name] = fresh[key]
+            for module, attributes in self._entry.attribute_names:
+                for name in vars(module).keys() - attributes:
+                    del vars(module)[name]
+            for module in self._entry.with_new_buffers():
+                self._entry.drop_new_buffers(module)
             copies: dict[int, Any] = {}
-            for module, attributes in self._entry.attributes:
-                for name, held in attributes.items():
+            for module, held_by in self._entry.attributes:
+                for name, held in held_by.items():
                     vars(module)[name] = isolated(held, copies)
             for module, training in self._entry.training:
                 if module.training != training:

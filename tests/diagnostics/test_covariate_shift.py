@@ -811,7 +811,7 @@ def penalized_before(model, batch):
                 "b": ["b."],
                 "never": ["never.weight"],
                 "head": ["parametrizations.head."],
-            },  # fmt: skip
+            },
         ),
         (
             scaled,

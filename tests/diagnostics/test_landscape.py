@@ -319,3 +319,44 @@ def test_what_lies_in_the_memory_of_the_point_is_read_before_that_is_written_ove
         assert found.loss[k] == pytest.approx(float(loss))
         assert found.gradient_difference[k] == pytest.approx(float((there - flat).norm()))
         assert found.cosine[k] == pytest.approx(float(there @ flat / there.norm() / flat.norm()))
+
+
+class Late(nn.Module):
+    """What it computes depends on an attribute and on buffers that its own first forward makes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("filled", None)
+
+    def forward(self, x):
+        x = self.linear(x)
+        if not hasattr(self, "seen"):
+            self.seen = 0
+        if "total" not in self._buffers:
+            self.register_buffer("total", torch.zeros(3))
+        self.filled = torch.ones(3) if self.filled is None else self.filled + 1
+        self.seen += 1
+        self.total = self.total + x.detach().mean(0)
+        return x * self.seen + self.total * self.filled
+
+
+def test_what_the_users_forward_makes_is_not_there_when_a_step_begins(tmp_path):
+    model, losses = Late(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
+    probes = [AlongGradient((0.1,), learning_rate=0.1)]
+    with Recorder(model, tmp_path / "run", probes, loss=cross_entropy) as recorder:
+        for _ in range(3):
+            with recorder.step(batch):
+                optimizer.zero_grad()
+                loss = cross_entropy(model, batch)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+    table = read_run(tmp_path / "run")
+    assert table[table.statistic == "start_loss"].value.tolist() == losses
+    assert model.seen == 3
+    assert model.filled.tolist() == [3] * 3
+    assert list(model._buffers) == ["filled", "total"]
