@@ -38,11 +38,13 @@ __all__ = ["Chunks", "Gradients", "Hessian"]
 
 @dataclass(frozen=True)
 class Chunks:
-    """How a batch is streamed: so many examples at a time.
+    """How a batch is streamed: so many examples at a time, each chunk from the same random streams.
 
     Attributes:
         size: Examples a chunk, the last one may be smaller.
-        reduction: Whether the loss is the ``mean`` over examples or their ``sum``; checked on the first chunk.
+        reduction: Whether the loss is the ``mean`` over examples or their ``sum``; checked on the first chunk, with
+            ghost batches or random masks as far as one can be told from the other. A mean whose weights depend on the
+            examples (classes, tokens that do not count) is no mean over examples.
         ghost: Allow chunks through normalizers that use the statistics of the batch. Each chunk is then normalized by
             its own (ghost batches), which is another function of the parameters than the whole batch's loss.
 
@@ -96,6 +98,16 @@ def _tensors(batch: Any) -> list[Tensor]:
     if not isinstance(parts, list | tuple) or not all(isinstance(part, Tensor) for part in parts):
         return []
     return list(parts)
+
+
+def _twice(batch: Any) -> Any:
+    """Every example two times."""
+    if isinstance(batch, Tensor):
+        return torch.cat((batch, batch))
+    if isinstance(batch, Mapping):
+        return {name: torch.cat((part, part)) for name, part in batch.items()}
+    parts = [torch.cat((part, part)) for part in batch]
+    return parts if isinstance(batch, list) else tuple(parts)
 
 
 def _cut(batch: Any, start: int, stop: int) -> Any:
@@ -374,21 +386,29 @@ class Gradients:
                 "two evaluations at the same parameters differ: the forward depends on something other than"
                 " parameters, buffers and the random streams (name its generator in generators=)"
             )
-        if self._chunks is not None and not self._chunks.ghost and not self.surroundings.random:
+        if self._chunks is not None:
             self._check_reduction(self._chunks, allowed)
 
     def _check_reduction(self, chunks: Chunks, allowed: float) -> None:
         whole = self.parts[0][1]
         examples = len(_tensors(whole)[0])
-        if examples < 2:
-            return
-        halves = dataclasses.replace(chunks, size=max(1, 2 * examples // 3)).split(whole)
-        summed = sum(weight * float(self.loss(part).detach()) for weight, part in halves)
         loss = float(self.loss(whole).detach())
-        if abs(summed - loss) > 10 * allowed * max(abs(loss), abs(summed)):
+        if chunks.ghost or self.surroundings.random or examples < 2:
+            # Two parts have statistics and masks of their own; but each example twice has the statistics of each once.
+            count, parts = 2 * examples, f"{loss:g} on {examples} of them"
+            wanted = loss if chunks.reduction == "mean" else 2 * loss
+            found = float(self.loss(_twice(whole)).detach())
+            allowed = 0.25 if self.surroundings.random else 10 * allowed  # of masks only about the same comes out
+        else:
+            count = examples
+            halves = dataclasses.replace(chunks, size=max(1, 2 * examples // 3)).split(whole)
+            wanted = sum(weight * float(self.loss(part).detach()) for weight, part in halves)
+            found, allowed = loss, 10 * allowed
+            parts = f"{wanted:g} from two parts"
+        if abs(found - wanted) > allowed * max(abs(found), abs(wanted)):
             raise ValueError(
-                f"the loss is not the {chunks.reduction} over examples: {loss:g} on {examples} of them, {summed:g}"
-                " from two parts; say the other reduction, or do without chunks if examples are coupled"
+                f"the loss is not the {chunks.reduction} over examples: {found:g} on {count} of them, {parts};"
+                " say the other reduction, or do without chunks if examples are coupled"
             )
 
 

@@ -136,6 +136,35 @@ def test_a_wrong_reduction_is_noticed():
                 at.check()
 
 
+@pytest.mark.parametrize(
+    ("middle", "chunks"),
+    [
+        (nn.Identity, {"size": 1}),
+        (lambda: nn.BatchNorm1d(5), {"size": 4, "ghost": True}),
+        (lambda: nn.Dropout(0.2), {"size": 4}),
+        (lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Dropout(0.2)), {"size": 4, "ghost": True}),
+    ],
+    ids=["size 1", "ghost", "masks", "ghost and masks"],
+)
+@pytest.mark.parametrize("kind", [tuple, list, lambda pair: dict(zip("xy", pair, strict=True))])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_wrong_reduction_is_noticed_whatever_keeps_parts_apart(reduction, kind, middle, chunks):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), middle(), nn.Tanh(), nn.Linear(5, 3))
+    batch = kind((torch.randn(24, 4), torch.arange(24) % 3))
+
+    def loss(model, batch):
+        x, y = batch.values() if isinstance(batch, dict) else batch
+        return F.cross_entropy(model(x), y, reduction=reduction)
+
+    other = {"mean": "sum", "sum": "mean"}[reduction]
+    with Gradients.of_model(model, loss, batch, chunks=Chunks(reduction=reduction, **chunks)) as at:
+        at.check()
+    with Gradients.of_model(model, loss, batch, chunks=Chunks(reduction=other, **chunks)) as at:
+        with pytest.raises(ValueError, match=f"not the {other} over examples"):
+            at.check()
+
+
 def test_chunks_through_batch_statistics_are_refused_unless_ghost_batches_are_meant():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
