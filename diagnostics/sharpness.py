@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,7 +79,8 @@ def largest_eigenvalues(
         start: (D,) not zero, of any length; a part along every eigenvector sought is what finds it.
         k: How many, at most D.
         tolerance: Residual to reach, as a share of |l|.
-        iterations: Products at most, besides the k that measure the residuals.
+        iterations: Products at most, besides those that measure the residuals. With k > 1 some go to making sure that
+            no eigenvalue was passed over that several vectors have; where they run out first, ``converged`` is false.
         basis: Vectors of D numbers that are kept, at least k + 2; memory is these and two more.
         least: Products before a result is accepted.
         seed: Of the random vector that continues when the Krylov space is exhausted.
@@ -95,7 +96,63 @@ def largest_eigenvalues(
         raise ValueError(f"start must be finite and not zero, its length is {length}")
     if k > len(start):
         raise ValueError(f"there are {len(start)} eigenvalues, got k={k}")
-    lanczos = _Lanczos(matvec, start, min(basis, len(start)), torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+
+    def search(a: Matvec, begin: Tensor, count: int, products: int) -> Eigenvalues:
+        return _search(a, begin, count, products, tolerance=tolerance, basis=basis, least=least, generator=generator)
+
+    found = search(matvec, start, k, iterations)
+    if k == 1 or k == len(start):
+        return found
+    # A Krylov space holds one vector of each eigenvalue, however many it has: look again outside what was found, from
+    # elsewhere, until nothing larger than the last is there.
+    while found.converged:
+        if found.iterations >= iterations:
+            return replace(found, converged=False)
+        outside = _Outside(matvec, found.vectors)
+        begin = outside.project(torch.randn(len(start), generator=generator, dtype=torch.float64).to(start))
+        other = search(outside, begin, 1, iterations - found.iterations)
+        products = found.iterations + other.iterations
+        if not other.converged:
+            return replace(found, converged=False, iterations=products)
+        if float(other.values[0]) <= float(found.values[-1]) + tolerance * abs(float(found.values[-1])):
+            return replace(found, iterations=products)
+        values, order = torch.cat((found.values[:-1], other.values)).sort(descending=True)
+        residuals = torch.cat((found.residuals[:-1], other.residuals))[order]
+        vectors = torch.cat((found.vectors[:-1], other.vectors))[order]
+        found = Eigenvalues(values, residuals, vectors, products, True, tolerance)
+    return found
+
+
+class _Outside:
+    """A symmetric matrix on the orthogonal complement of ``vectors`` (k, D), which it takes for eigenvectors."""
+
+    def __init__(self, matvec: Matvec, vectors: Tensor) -> None:
+        self._matvec = matvec
+        self._vectors = vectors
+
+    def project(self, vector: Tensor) -> Tensor:
+        for _ in range(2):
+            vector = vector - self._vectors.T @ (self._vectors @ vector)
+        return vector
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        return self.project(self._matvec(self.project(vector)))
+
+
+def _search(
+    matvec: Matvec,
+    start: Tensor,
+    k: int,
+    iterations: int,
+    *,
+    tolerance: float,
+    basis: int,
+    least: int,
+    generator: torch.Generator,
+) -> Eigenvalues:
+    """One search from ``start``: of an eigenvalue that several vectors have, it finds one."""
+    lanczos = _Lanczos(matvec, start, min(basis, len(start)), generator)
     least = max(least, k)
     while lanczos.products < iterations and lanczos.step():
         if lanczos.complete:

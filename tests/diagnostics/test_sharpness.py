@@ -343,3 +343,30 @@ def test_an_independent_library_finds_the_same_spectrum(normalizer, method):
         ours = largest_eigenvalues(hessian, start, 3, tolerance=1e-6)
     assert ours.converged and bool(theirs.converged.all())
     assert ours.values.tolist() == pytest.approx(sorted(theirs.eigenvalues.tolist(), reverse=True), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "spectrum",
+    [
+        [5.0] * 3 + [4.0] * 2 + [1.0] * 30,
+        [3.0, 2.0, 2.0, 2.0, *np.linspace(-1, 1, 40).tolist()],
+        [0.0] * 20 + [-1.0] * 20,
+        [7.0] * 40,
+    ],
+)
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_an_eigenvalue_is_found_as_often_as_it_is_there(spectrum, k):
+    matrix, _ = planted(spectrum)
+    found = largest_eigenvalues(lambda v: matrix @ v, start_of(len(spectrum)), k, tolerance=1e-6)
+    assert found.values.tolist() == pytest.approx(sorted(spectrum, reverse=True)[:k], abs=1e-6)
+    vectors = found.vectors
+    assert torch.allclose(vectors @ vectors.T, torch.eye(k, dtype=torch.float64), atol=1e-6)
+    assert torch.allclose(matrix @ vectors.T, vectors.T * found.values, atol=1e-5)
+
+
+def test_where_products_run_out_before_that_is_sure_it_is_said():
+    matrix, _ = planted([5.0, 5.0, 1.0, *np.linspace(0, 0.5, 40).tolist()])
+    full = largest_eigenvalues(lambda v: matrix @ v, start_of(43), 2, tolerance=1e-6)
+    assert full.converged and full.values.tolist() == pytest.approx([5, 5])
+    short = largest_eigenvalues(lambda v: matrix @ v, start_of(43), 2, tolerance=1e-6, iterations=full.iterations // 2)
+    assert not short.converged
