@@ -22,7 +22,8 @@ The layer's gradient where only layers before it moved is computed from that lay
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -303,7 +304,8 @@ class CovariateShift(_OfLayers):
         layers: Names (globs) of the modules that are a layer each, with all below them, in order of execution. They
             must cover what the loss depends on. With ``group="layer"`` a normalizer that is not named is merged.
         predict: Also write ``predicted``, the training's step size times |Hg|/|g| times (i-1)/L; left out, with a
-            warning, where that step size is not one number. It costs about three gradients.
+            warning, where that step size is not one number, or the step was not that times this gradient (momentum,
+            an adaptive optimizer, clipping that clipped). It costs about three gradients.
         on: ``"batch"``, the step's own; or a fixed batch, in the form the recorder's loss takes.
         learning_rate: The training's step size; by default that of the optimizer handed to the recorder.
         mode: ``step`` (flags as they are), ``batch`` or ``population``.
@@ -333,6 +335,7 @@ class CovariateShift(_OfLayers):
         self.predict = predict
         self.learning_rate = learning_rate
         self._rate = Rate(learning_rate)
+        self._other_steps = False
 
     def measure(self, view: StepView) -> Iterable[Rows]:
         """Every layer's gradient at theta_t and with others at theta_{t+1}."""
@@ -345,10 +348,12 @@ class CovariateShift(_OfLayers):
             whole["step_norm"] = distance(at.theta, after)
             noise = rounding_noise(at, path, plain)
             found = {which: measured(at, path, plain, after, which, noise) for which in self.which}
-            rate = self._rate.at(view, self.name, "predicted") if self.predict else None
+            rate = self._step_size(view, at, gradient, after, whole) if self.predict else None
             if rate is not None:
                 vector = flat(gradient)
-                whole["directional_curvature"] = directional_curvature(at.hessian(), vector).directional
+                bent = whole["total_gradient_norm"] != 0
+                curvature = directional_curvature(at.hessian(), vector).directional if bent else math.nan
+                whole["directional_curvature"] = curvature
         rows = [Rows("-", whole, mode=mode)]
         for place, layer in enumerate(path.layers):
             values = {"gradient_norm": plain[place].norm}
@@ -358,6 +363,28 @@ class CovariateShift(_OfLayers):
                 values["predicted"] = predicted(rate * whole["directional_curvature"], place, len(path.layers))
             rows.append(Rows(layer.name, values, mode=mode))
         return rows
+
+    def _step_size(
+        self, view: StepView, at: Gradients, gradient: Blocks, after: Blocks, whole: Mapping[str, float]
+    ) -> float | None:
+        """The training's step size, if the step was that times this gradient; else None, with a warning once."""
+        rate = self._rate.at(view, self.name, "predicted")
+        if rate is None:
+            return None
+        apart = distance(moved(at.theta, gradient, -rate), after)
+        eps = max(torch.finfo(block.dtype).eps for block in at.theta)
+        # A sum with a small step is off by half of the last place; what is not finite is off by no number.
+        if apart > 0.01 * rate * whole["total_gradient_norm"] + 2 * eps * norm(at.theta):
+            if not self._other_steps:
+                warnings.warn(
+                    f"{self.name} leaves predicted out where the step was not the learning rate times the gradient:"
+                    " momentum, an adaptive optimizer, weight decay, clipping, or another batch",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            self._other_steps = True
+            return None
+        return rate
 
 
 _UNITS = ("curvature", "sharpness")
@@ -467,7 +494,8 @@ class VirtualShift(_OfLayers):
             iterations=self.iterations,
             basis=self.basis,
         )
-        return directional_curvature(hessian, gradient).directional, top
+        bent = bool(gradient.any())
+        return directional_curvature(hessian, gradient).directional if bent else math.nan, top
 
     def _walk(
         self, at: Gradients, here: tuple[Tensor, Blocks], eta: float, unit: str, points: dict[str, list[float]]

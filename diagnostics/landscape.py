@@ -79,9 +79,20 @@ def along_gradient(
     grid = check_steps(steps)
     blocks = as_blocks(theta)
     loss, gradient = gradient_at(blocks)
-    reference = Reference(gradient)
-    if reference.norm == 0:
+    if norm(gradient) == 0:
         raise ValueError("the gradient is zero: there is no direction to walk along")
+    return _walk(gradient_at, blocks, grid, direction, float(loss), Reference(gradient))
+
+
+def _walk(
+    gradient_at: GradientAt,
+    blocks: Blocks,
+    grid: Sequence[float],
+    direction: Tensor | Sequence[Tensor] | None,
+    loss: float,
+    reference: Reference,
+) -> Ray:
+    """`along_gradient` from a known loss and gradient; where that is zero, smoothness and cosine are NaN."""
     along, stretch = reference.pieces, 1.0
     if direction is not None:
         other = as_blocks(direction)
@@ -105,7 +116,7 @@ def along_gradient(
         return torch.tensor(values, dtype=torch.float64)
 
     return Ray(
-        start_loss=float(loss),
+        start_loss=loss,
         gradient_norm=reference.norm,
         steps=table(grid),
         loss=table(losses),
@@ -140,7 +151,8 @@ class AlongGradient(GradientProbe):
 
     For the whole network (layer ``-``) it writes, with unit k for the k-th step, ``eta``, ``loss``,
     ``gradient_difference``, ``cosine``, ``effective_smoothness`` and ``eta_times_smoothness``; with unit -1 the maxima
-    over the steps of the last two, ``start_loss`` L(theta_t) and ``gradient_norm``. ``eta_times_smoothness`` is the
+    over the steps of the last two, ``start_loss`` L(theta_t) and ``gradient_norm``. Where that is zero there is no step
+    to take: cosine and smoothness are NaN. ``eta_times_smoothness`` is the
     *training's* step size times the smoothness; where that is not one number it is left out, with a warning.
 
     Args:
@@ -191,7 +203,8 @@ class AlongGradient(GradientProbe):
             if self.direction == "random":
                 entropy = np.random.SeedSequence((self.seed, view.step)).generate_state(1, np.uint32)
                 direction = random_direction(at.theta, torch.Generator().manual_seed(int(entropy[0])))
-            ray = along_gradient(at, at.theta, self.steps, direction)
+            loss, gradient = at()
+            ray = _walk(at, at.theta, self.steps, direction, float(loss), Reference(gradient))
         points = {
             "eta": ray.steps,
             "loss": ray.loss,

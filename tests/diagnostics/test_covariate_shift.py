@@ -32,7 +32,7 @@ FIXED = awkward_batches(1, seed=7, size=12)[0]
 WHICH = ("preceding", "following", "own", "all")
 PROBES = [
     CovariateShift,
-    lambda: CovariateShift(WHICH, "module", predict=True),
+    lambda: CovariateShift(WHICH, "module"),
     lambda: CovariateShift(on=FIXED, chunks=Chunks(5, ghost=True), mode="batch"),
     lambda: VirtualShift((0.5,), iterations=11),
 ]
@@ -625,11 +625,59 @@ def test_the_prediction_wants_one_step_size(tmp_path):
         found, *_ = record(tmp_path, CovariateShift(predict=True), model, labelled(), optimizer=torch.optim.SGD(groups))
     assert not any(statistic == "predicted" for _, statistic, _ in found)
     model = mlp()
-    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": [*model[1:].parameters()], "lr": 0.2}]
+    other = nn.Parameter(torch.zeros(1))
+    groups = [{"params": model.parameters(), "lr": 0.7}, {"params": [other], "lr": 0.2}]
     probe = CovariateShift(predict=True, learning_rate=0.7)
     found, *_ = record(tmp_path, probe, model, labelled(), optimizer=torch.optim.SGD(groups))
     wanted = 0.7 * found["-", "directional_curvature", -1] * 2 / 3
     assert found["2", "predicted", -1] == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "fields"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}),
+        (lambda p: torch.optim.Adam(p, lr=0.1), {}),
+        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=1.0), {}),
+        (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), {}),
+        (lambda p: torch.optim.SGD(p, lr=0.1), {"learning_rate": 0.2}),
+        (lambda p: torch.optim.SGD(p, lr=0.1), {"on": labelled(seed=5)}),
+    ],
+    ids=["momentum", "Adam", "weight decay", "maximize", "another rate", "another batch"],
+)
+def test_nothing_is_predicted_of_a_step_that_was_not_eta_times_the_gradient(make, fields, tmp_path):
+    model = mlp()
+    with pytest.warns(UserWarning, match="leaves predicted out where the step was not"):
+        found, *_ = record(
+            tmp_path,
+            CovariateShift(predict=True, **fields),
+            model,
+            labelled(),
+            optimizer=make(model.parameters()),
+            steps=3,
+        )
+    assert not any(statistic == "predicted" for _, statistic, _ in found)
+
+
+@pytest.mark.parametrize("rate", [1e-9, 0.1])
+def test_a_small_step_of_single_precision_is_still_one(rate, tmp_path):
+    model = mlp().float()
+    x, y = labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    found, *_ = record(tmp_path, CovariateShift(predict=True), model, (x.float(), y), optimizer=optimizer, steps=3)
+    assert found["2", "predicted", -1] > 0
+
+
+def test_a_zero_gradient_is_recorded_and_nothing_is_divided_by_it(tmp_path):
+    def flat(model, batch):
+        return (model(batch[0]) * 0).sum()
+
+    for probe in (CovariateShift(predict=True), VirtualShift((1.0,))):
+        found, *_ = record(tmp_path, probe, mlp(), labelled(), flat)
+        assert math.isnan(found["-", "directional_curvature", -1])
+        statistics = {"predicted"} if isinstance(probe, CovariateShift) else {"predicted_by_curvature"}
+        values = [value for (_, statistic, _), value in found.items() if statistic in statistics]
+        assert values and all(map(math.isnan, values))
 
 
 @pytest.mark.parametrize("network", ["mlp", "branched"])

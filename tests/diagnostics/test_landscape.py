@@ -252,11 +252,15 @@ def test_bad_settings_and_sites_are_refused_early():
     assert AlongGradient(STEPS, name="mine").name == "mine"
 
 
-def test_a_zero_gradient_is_an_error_and_one_that_is_not_finite_a_record(tmp_path):
+@pytest.mark.parametrize("direction", ["gradient", "random"])
+def test_a_gradient_that_is_zero_or_not_finite_is_recorded(direction, tmp_path):
     model = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(model.weight)
-    with pytest.raises(ProbeError, match="gradient is zero"):
-        record(tmp_path, AlongGradient(STEPS), model, torch.ones(3, 2), loss=lambda m, x: m(x).square().sum())
+    probe = AlongGradient(STEPS, direction)
+    found = record(tmp_path, probe, model, torch.ones(3, 2), loss=lambda m, x: 1 + m(x).square().sum())
+    assert (found["gradient_norm", -1], found["loss", 0], found["gradient_difference", 0]) == (0, 1, 0)
+    for name in ("cosine", "effective_smoothness", "eta_times_smoothness"):
+        assert math.isnan(found[name, 0])
     model.weight.data.fill_(math.nan)
     found = record(tmp_path, AlongGradient(STEPS), model, torch.ones(3, 2), loss=lambda m, x: m(x).square().sum())
     for name in ("loss", "gradient_difference", "cosine", "effective_smoothness"):
