@@ -8,7 +8,7 @@ the blocks' own type, and in float64 where that overflows or underflows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -119,7 +119,16 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def _product(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    return math.fsum(map(_dot, a, b))
+    return _sum(map(_dot, a, b))
+
+
+def _sum(terms: Iterable[float]) -> float:
+    """Their sum to the last place; infinite or NaN where floats have none."""
+    every = list(terms)
+    try:
+        return math.fsum(every)
+    except (OverflowError, ValueError):  # beyond the largest float, or infinities of both signs
+        return sum(every)
 
 
 def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
@@ -137,7 +146,7 @@ def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """|b - a|."""
     layout = Layout(a)
     differences = (y - x for x, y in zip(layout.pieces(a), layout.pieces(b), strict=True))
-    return math.sqrt(math.fsum(_dot(difference, difference) for difference in differences))
+    return math.sqrt(_sum(_dot(difference, difference) for difference in differences))
 
 
 @dataclass(frozen=True)

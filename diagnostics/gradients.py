@@ -19,12 +19,13 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diagnostics._vectors import Blocks, Reference, unflat
 from diagnostics.curvature import hessian_vector_product
@@ -449,6 +450,11 @@ def differentiate(loss: Tensor, parameters: Sequence[Tensor], *, again: bool = F
     return torch.autograd.grad(loss, list(parameters), create_graph=again, allow_unused=True, materialize_grads=True)
 
 
+def _twice_differentiable() -> AbstractContextManager[None]:
+    """Attention by the formula for the length of a block: the fused kernels have no second derivative."""
+    return cast("AbstractContextManager[None]", sdpa_kernel(SDPBackend.MATH))
+
+
 class Hessian:
     """The Hessian of a loss at one theta: v (D,) -> H v (D,).
 
@@ -471,8 +477,9 @@ class Hessian:
         self._at.put(self._theta)
         if len(self._at.parts) > 1:
             return self._at.gradient()
-        loss = self._at.loss(self._at.parts[0][1])
-        self._graph = differentiate(loss, self._at.parameters, again=True)
+        with _twice_differentiable():
+            loss = self._at.loss(self._at.parts[0][1])
+            self._graph = differentiate(loss, self._at.parameters, again=True)
         self._serial = self._at.serial
         return loss.detach(), tuple(block.detach() for block in self._graph)
 
@@ -491,7 +498,8 @@ class Hessian:
         self._at.put(self._theta)
         total = Accumulator()
         for weight, batch in self._at.parts:
-            graph = differentiate(self._at.loss(batch), self._at.parameters, again=True)
+            with _twice_differentiable():
+                graph = differentiate(self._at.loss(batch), self._at.parameters, again=True)
             total.add(weight, hessian_vector_product(graph, self._at.parameters, vector))
         return torch.cat([block.reshape(-1) for block in total.blocks])
 

@@ -1,5 +1,6 @@
 """The loss as a function of the parameters: the user's own numbers, and the same surroundings each time."""
 
+import math
 import random
 
 import numpy as np
@@ -352,3 +353,38 @@ def test_a_forward_that_works_in_place_finds_the_batch_as_it_was(model, form):
     assert values[0] == values[1] == values[2] == pytest.approx(cross_entropy(model, (x + 1, y)).item())
     assert torch.equal(y, data()[1]) and torch.equal(x, data()[0])
     assert (batches[0] is batches[1]) == (form is tuple)  # nothing was written to it in between
+
+
+def test_vectors_that_are_infinite_or_overflow_are_no_errors():
+    a = [torch.ones(20_000), torch.ones(20_000)]
+    b = [block.clone() for block in a]
+    b[0][0], b[1][0] = math.inf, -math.inf
+    found = Reference(a).compare(b)
+    assert found.distance == math.inf and math.isnan(found.cosine)
+    large = [torch.full((20_000,), 1e152, dtype=torch.float64)] * 2
+    assert norm(large) == math.inf
+
+
+def test_attention_has_a_hessian():
+    """torch's fused attention has no second derivative."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inputs, self.head = nn.Linear(4, 12), nn.Linear(4, 3)
+
+        def forward(self, x):
+            q, k, v = self.inputs(x)[:, None].chunk(3, -1)
+            return self.head(F.scaled_dot_product_attention(q, k, v)[:, 0].mean(1))
+
+    torch.manual_seed(0)
+    model = Attention().double()
+    batch = torch.randn(6, 5, 4, dtype=torch.float64), torch.arange(6) % 3
+    for chunks in (None, Chunks(4)):
+        with Gradients.of_model(model, cross_entropy, batch, chunks=chunks) as at:
+            v = torch.cos(torch.arange(sum(block.numel() for block in at.theta), dtype=torch.float64))
+            product, h = at.hessian()(v), 1e-5
+            ends = [at(tuple(x + s * h * d for x, d in zip(at.theta, unflat(v, at.theta), strict=True)))[1]
+                    for s in (1, -1)]  # fmt: skip
+        wanted = (flat(ends[0]) - flat(ends[1])) / (2 * h)
+        assert torch.allclose(product, wanted, atol=1e-7)
