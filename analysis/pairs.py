@@ -4,8 +4,9 @@ Studies of the gradient name their arms ``<network>-<learning rate>-<none or bat
 may explode along a ray or in training, and what is not finite then is a finding: it counts as larger than any number,
 as a median over records can take it, and a comparison says so instead of leaving it out.
 
-`compare` is the one rule all of these studies judge by: the geometric mean over seeds of with/without, with Student's t
-interval on the paired logarithms, is below 1, above 1, or cannot be told from it.
+`compare` is the one rule by which a quantity is judged: the geometric mean over seeds of with/without, with Student's t
+interval on the paired logarithms, is below 1, above 1, or cannot be told from it. `combine` is the one by which several
+such outcomes become a verdict.
 """
 
 from __future__ import annotations
@@ -170,6 +171,19 @@ def outcome_of(found: Estimate, bar: float) -> Outcome:
     return "smaller" if found.high < bar else "larger"
 
 
+def combine(said: Iterable[str]) -> str:
+    """What several outcomes say together, in whatever words they say it.
+
+    The same, if all say the same; ``inconclusive`` if two contradict each other or one is inconclusive by itself; else
+    ``undecided``: one that is undecided contradicts nothing, and supports nothing.
+    """
+    found = set(said)
+    decided = found - {"undecided"}
+    if len(decided) > 1 or "inconclusive" in found:
+        return "inconclusive"
+    return decided.pop() if decided and decided == found else "undecided"
+
+
 def level(values: Sequence[float]) -> Estimate:
     """The geometric mean over seeds with its interval; NaN where a seed's value is not positive and finite."""
     side = np.asarray(values, dtype=np.float64)
@@ -216,10 +230,48 @@ def lost(study: Study) -> str:
     return f"Diverged, and shown and compared up to there: {names}."
 
 
+def unconverged(searches: Iterable[ArrayLike]) -> str:
+    """A sentence on how many searches for an eigenvalue did not end below their tolerance; ``""`` where none was made.
+
+    ``searches`` hold 1 where one did and 0 where not, and NaN where none was made.
+    """
+    bad, every = _ended(searches)
+    return f"Eigenvalues whose residual did not come below the tolerance: {bad} of {every}." if every else ""
+
+
+def warned(searches: Iterable[ArrayLike]) -> str:
+    """`unconverged` where at least one did not converge, for what is printed; else empty."""
+    every = list(searches)
+    return unconverged(every) if _ended(every)[0] else ""
+
+
+def _ended(searches: Iterable[ArrayLike]) -> tuple[int, int]:
+    flags = np.concatenate([np.empty(0), *(np.asarray(part, dtype=np.float64).ravel() for part in searches)])
+    flags = flags[~np.isnan(flags)]
+    return int((flags != 1).sum()), len(flags)
+
+
+def medians_of(study: Study) -> str:
+    """How the numbers of a table, one a run, were put together."""
+    if len(study.seeds) == 1:
+        return f"Each run's median record; {seeds_of(study)}, so there is no interval and nothing is decided"
+    return (
+        "Geometric means over seeds of each run's median record; brackets: 95% Student t over "
+        f"{seeds_of(study)}, paired"
+    )
+
+
+def lines_of(study: Study) -> str:
+    """What lines and bands over seeds are, as a sentence."""
+    if len(study.seeds) == 1:
+        return f"Lines: {seeds_of(study)}, so there are no bands and nothing is decided."
+    return f"Lines: median over {seeds_of(study)}, bands: range over seeds."
+
+
 def seeds_of(study: Study) -> str:
-    """``5 seeds (0 to 4)``, or that there is one and no interval."""
+    """``5 seeds (0 to 4)``, ``one seed (0)``."""
     seeds = study.seeds
     if len(seeds) == 1:
-        return f"One seed ({seeds[0]}), so there is no interval"
+        return f"one seed ({seeds[0]})"
     listed = f"{seeds[0]} to {seeds[-1]}" if list(seeds) == list(range(seeds[0], seeds[-1] + 1)) else str(list(seeds))
     return f"{len(seeds)} seeds ({listed})"

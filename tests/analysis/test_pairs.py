@@ -11,7 +11,25 @@ import pytest
 from scipy import stats
 
 from analysis.load import StudyError, load_study
-from analysis.pairs import Pair, compare, exploded, exponent, level, lost, pairs_of, read, spread, stacked, typical
+from analysis.pairs import (
+    Pair,
+    combine,
+    compare,
+    exploded,
+    exponent,
+    level,
+    lines_of,
+    lost,
+    medians_of,
+    pairs_of,
+    read,
+    seeds_of,
+    spread,
+    stacked,
+    typical,
+    unconverged,
+    warned,
+)
 from diagnostics.record import RunWriter
 from tests.analysis.planted_pairs import plant_pairs
 
@@ -81,6 +99,42 @@ def test_the_exponent_of_a_power_law_and_of_what_does_not_move() -> None:
     assert noisy.high == pytest.approx(logs.mean() + stats.t.ppf(0.975, 2) * stats.sem(logs))
     assert math.isnan(exponent([0.1, 1.0], [[1.0], [INF]]).estimate)
     assert math.isnan(exponent([0.1], [[1.0]]).estimate)
+
+
+@pytest.mark.parametrize(
+    ("said", "together"),
+    [
+        (["smaller", "smaller"], "smaller"),
+        (["more"], "more"),
+        (["less", "undecided"], "undecided"),
+        (["undecided", "undecided"], "undecided"),
+        (["larger", "undecided", "smaller"], "inconclusive"),
+        (["inconclusive", "less"], "inconclusive"),
+        (["inconclusive", "undecided"], "inconclusive"),
+        (["inconclusive"], "inconclusive"),
+        ([], "undecided"),
+    ],
+)
+def test_outcomes_combine_in_any_words(said: list[str], together: str) -> None:
+    assert combine(said) == combine(reversed(said)) == together
+
+
+def test_searches_are_counted_and_warned_of_where_one_did_not_converge() -> None:
+    counted = "Eigenvalues whose residual did not come below the tolerance: 1 of 4."
+    assert unconverged([[1.0, 0.0], [[1.0, NAN], [1.0, NAN]]]) == warned([[1.0, 0.0, 1.0, 1.0]]) == counted
+    assert unconverged([[1.0], [1.0]]).endswith("0 of 2.")
+    assert warned([[1.0], [1.0]]) == unconverged([]) == unconverged([[NAN]]) == ""
+
+
+def test_one_seed_and_several_make_sentences(tmp_path: Path) -> None:
+    one, three = (
+        load_study(plant_pairs(tmp_path / str(seeds), "toy", {"mlp-0.1": {}}, seeds, [0], write)) for seeds in (1, 3)
+    )
+    assert (seeds_of(one), seeds_of(three)) == ("one seed (0)", "3 seeds (0 to 2)")
+    assert medians_of(one) == "Each run's median record; one seed (0), so there is no interval and nothing is decided"
+    assert medians_of(three).endswith("brackets: 95% Student t over 3 seeds (0 to 2), paired")
+    assert lines_of(one) == "Lines: one seed (0), so there are no bands and nothing is decided."
+    assert lines_of(three) == "Lines: median over 3 seeds (0 to 2), bands: range over seeds."
 
 
 def test_levels_are_geometric_and_undefined_with_an_infinity() -> None:
