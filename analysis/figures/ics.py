@@ -13,7 +13,7 @@ tests plant cells whose verdicts are known.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -26,15 +26,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from analysis import style
+from analysis.figures._curves import HUGE, TINY, count_steps, in_words, loggable, plain_ticks, write
 from analysis.load import Run, Study, StudyError, load_records, load_study
-from analysis.pairs import KINDS, NAMES, pairs_of
+from analysis.pairs import KINDS, NAMES, combine, pairs_of, unconverged, warned
 from analysis.statistics import Estimate, mean, mean_band
-
-__all__ = ["combine", "draw"]
 
 NAME = "ics"
 WHICH = ("preceding", "following", "own", "all")
@@ -43,7 +42,7 @@ STATISTICS = {"l2": "|G - G'|", "relative": "|G - G'| / |G|", "cosine": "cosine 
 JUDGED = 1.0  # the size of virtual steps that the rule looks at
 
 Says = Literal["less", "more", "undecided"]
-Verdict = Literal["less", "more", "undecided", "inconclusive", "diverged"]
+UNPREDICTED = "with momentum a step is not eta times the gradient"
 WORDS: Mapping[str, str] = {
     "less": "less shift with BN",
     "more": "more shift with BN",
@@ -66,18 +65,6 @@ _LABELLED = 4  # layers that are named where there are many
 Floats = NDArray[np.float64]
 
 
-def combine(said: Iterable[str]) -> Verdict:
-    """What several readings say together: the same, or inconclusive where they contradict, or undecided."""
-    found = set(said)
-    if "inconclusive" in found:
-        return "inconclusive"
-    if found == {"less"}:
-        return "less"
-    if found == {"more"}:
-        return "more"
-    return "inconclusive" if {"less", "more"} <= found else "undecided"
-
-
 @dataclass(frozen=True)
 class _Arm:
     """All cells of one arm: S seeds, T records, L layers, C sizes; NaN where there is none (a run that diverged)."""
@@ -94,6 +81,7 @@ class _Arm:
     sizes: Floats  # (C,)
     virtual: Mapping[str, Floats]  # statistic -> (S, T', C, L)
     sharpness: Floats  # (S, T')
+    converged: Floats  # (S, T') whether the search for it did, 1 or 0
 
     @property
     def look(self) -> style.LineStyle:
@@ -129,6 +117,16 @@ class _Pair:
         return self.none, self.batch
 
     @property
+    def predicts(self) -> bool:
+        """Whether anything was predicted: not with momentum, where a step is not eta times the gradient."""
+        return all("predicted" in arm.shift for arm in self.arms)
+
+    @property
+    def shows_prediction(self) -> bool:
+        """Whether there is a predicted number to draw."""
+        return self.predicts and any(loggable(arm.shift["predicted"]).size for arm in self.arms)
+
+    @property
     def diverged(self) -> list[Run]:
         """Runs that did."""
         return [run for arm in self.arms for run in arm.runs if run.diverged]
@@ -159,6 +157,11 @@ class _Reading:
         """What sentences call it."""
         return _SHORT.get(self.name, self.label)
 
+    @property
+    def said(self) -> str:
+        """What it says, and why it says no more."""
+        return f"{self.says} ({self.note})" if self.note and self.says else self.says
+
     def bounds(self) -> tuple[float, float, float]:
         """Estimate, low, high as they are shown: a ratio or a difference; NaN where there is none."""
         if self.estimate is None:
@@ -188,7 +191,7 @@ class _Judged:
     shown: tuple[_Reading, ...]
 
     @property
-    def verdicts(self) -> tuple[Verdict, Verdict, Verdict]:
+    def verdicts(self) -> tuple[str, str, str]:
         """As printed, after the controls, on both."""
         if self.pair.diverged:
             return "diverged", "diverged", "diverged"
@@ -255,7 +258,8 @@ def _read_arm(study: Study, name: str) -> _Arm:
     steps, seeds = np.array(sorted(set(shift["step"]))), list(study.seeds)
     when = sorted(set(virtual["step"]))
     whole = shift[shift["layer"] == "-"]
-    units, points = list(range(len(sizes))), virtual[(virtual["layer"] == "-") & (virtual["unit"] == -1)]
+    units, of_whole = list(range(len(sizes))), virtual[(virtual["layer"] == "-") & (virtual["unit"] == -1)]
+    points = _cubes(of_whole, {"seed": seeds, "step": when})
     return _Arm(
         name=name,
         label=study.label(name),
@@ -268,7 +272,8 @@ def _read_arm(study: Study, name: str) -> _Arm:
         whole=_cubes(whole, {"seed": seeds, "step": list(steps)}),
         sizes=sizes.to_numpy(dtype=np.float64),
         virtual=_cubes(of_layers, {"seed": seeds, "step": when, "unit": units, "layer": list(layers)}),
-        sharpness=_cubes(points, {"seed": seeds, "step": when})["sharpness"],
+        sharpness=points["sharpness"],
+        converged=points["converged"],
     )
 
 
@@ -323,9 +328,13 @@ def _judge(pair: _Pair) -> _Judged:
                 judge=judge,
             )
             (controls if judge else shown).append(one)
-    controls.append(_over_predicted(pair, all_but_first))
+    if pair.predicts:
+        controls.append(_over_predicted(pair, all_but_first))
+    if all("directional_curvature" in arm.whole for arm in pair.arms):
+        shown.append(
+            _reading(pair, "eta_curvature", "eta |Hg|/|g|", lambda arm: _steplength(arm, "curvature"), judge=False)
+        )
     shown += [
-        _reading(pair, "eta_curvature", "eta |Hg|/|g|", lambda arm: _steplength(arm, "curvature"), judge=False),
         _reading(pair, "eta_sharpness", "eta x sharpness", lambda arm: _steplength(arm, "sharpness"), judge=False),
         _reading(pair, "loss", "loss, last / first record", _progress, judge=False),
     ]
@@ -397,23 +406,17 @@ def _unless_nothing_is_beyond(pair: _Pair, excess: _Reading, inner: slice) -> _R
 
 
 def _over_predicted(pair: _Pair, layers: slice) -> _Reading:
-    name, label = "over_predicted", "(3) measured / predicted"
-    if any(arm.over_predicted() is None for arm in pair.arms):
-        return _Reading(name, label, math.nan, math.nan, None, True, 0, "undecided", "nothing was predicted")
-
     def cells(arm: _Arm) -> Floats:
         found = arm.over_predicted()
         assert found is not None
         return found[..., layers]
 
-    return _reading(pair, name, label, cells)
+    return _reading(pair, "over_predicted", "(3) measured / predicted", cells)
 
 
 def _steplength(arm: _Arm, unit: str) -> Floats:
-    """Log of eta times what the loss is curved by, per seed and record; all NaN where it was not measured."""
-    if unit == "sharpness":
-        return _log(arm.rate * arm.sharpness)
-    return _log(arm.rate * arm.whole.get("directional_curvature", np.full_like(arm.whole["loss"], np.nan)))
+    """Log of eta times what the loss is curved by, per seed and record."""
+    return _log(arm.rate * (arm.sharpness if unit == "sharpness" else arm.whole["directional_curvature"]))
 
 
 # --- the numbers that are drawn
@@ -538,13 +541,19 @@ def _figure(study: Study, pairs: Sequence[_Pair], curves: pd.DataFrame) -> Figur
             for axes, (statistic, label) in zip(row, STATISTICS.items(), strict=True):
                 _draw_layers(axes, mine, statistic, len(arm.layers))
                 axes.set_ylabel(label)
-                _mark_divergences(axes, arm)
             row[0].set_title(arm.label, fontweight="bold")
             row[0].set_ylabel(f"{STATISTICS['l2']}\nloss / parameter")
             if not half:
                 _legend(row[2], pair)
-        for column in range(3):
-            _share(grid[2 * index, column], grid[2 * index + 1, column], cosine=column == 2)
+        for column, statistic in enumerate(STATISTICS):
+            panels = grid[2 * index : 2 * index + 2, column]
+            if statistic == "cosine":
+                _fixed(*panels)
+            else:
+                _share(*panels, across=True)
+            for axes, arm in zip(panels, pair.arms, strict=True):
+                _mark_divergences(axes, arm)
+                count_steps(axes, max(int(each.steps[-1]) for each in pair.arms))
     for axes in grid[-1]:
         axes.set_xlabel("training steps")
     return figure
@@ -563,10 +572,6 @@ def _draw_layers(axes: Axes, table: pd.DataFrame, statistic: str, layers: int) -
             if statistic == "relative":
                 expected = table[(table["layer"] == layer) & (table["statistic"] == "predicted")]
                 axes.plot(expected["step"], expected["value"], color=color, lw=1.1, ls=(0, (2.0, 1.5)), zorder=5)
-    if statistic != "cosine":
-        axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(style.thousands))
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
 
 def _mark_divergences(axes: Axes, arm: _Arm) -> None:
@@ -574,17 +579,33 @@ def _mark_divergences(axes: Axes, arm: _Arm) -> None:
         axes.axvline(end, color="black", ls=":", lw=1.0)
 
 
-def _share(upper: Axes, lower: Axes, *, cosine: bool) -> None:
-    """One range for both arms, from what is drawn as lines: an interval of few seeds may span all."""
-    if cosine:
-        for axes in (upper, lower):
+def _drawn(axes: Axes) -> Floats:
+    return np.concatenate([np.empty(0), *(np.asarray(line.get_ydata(), float) for line in axes.get_lines())])
+
+
+def _share(*panels: Axes, also: Sequence[float] | pd.Series = (), across: bool = False) -> bool:
+    """One logarithmic range, from what is drawn as lines (an interval of few seeds may span all) and ``also``.
+
+    A panel without a number that has a place there says so; False where that is every one.
+    """
+    own = [loggable(_drawn(axes)) for axes in panels]
+    data = np.concatenate([*own, loggable(also)])
+    for axes, mine in zip(panels, own, strict=True):
+        if not mine.size:
+            in_words(axes, across=across)
+            continue
+        axes.set_yscale("log")
+        axes.set_ylim(max(data.min() / 2, TINY), min(data.max() * 2, HUGE))
+    return any(mine.size for mine in own)
+
+
+def _fixed(*panels: Axes) -> None:
+    """The range of a cosine."""
+    for axes in panels:
+        if np.isfinite(_drawn(axes)).any():
             axes.set_ylim(-1.08, 1.08)
-        return
-    data = np.concatenate([np.asarray(line.get_ydata(), float) for axes in (upper, lower) for line in axes.get_lines()])
-    data = data[np.isfinite(data) & (data > 0)]
-    for axes in (upper, lower):
-        if data.size:
-            axes.set_ylim(data.min() / 2, data.max() * 2)
+        else:
+            in_words(axes, "no finite number", across=True)
 
 
 def _legend(axes: Axes, pair: _Pair) -> None:
@@ -592,7 +613,7 @@ def _legend(axes: Axes, pair: _Pair) -> None:
     handles = [
         Line2D([], [], color=_depth_color(layer, layers), lw=1.8, label=f"layer {layer}") for layer in _labelled(layers)
     ]
-    if "predicted" in pair.none.shift:
+    if pair.shows_prediction:
         handles.append(Line2D([], [], color="black", lw=1.1, ls=(0, (2.0, 1.5)), label="predicted"))
     if layers > _LABELLED + 1:
         handles.append(Line2D([], [], color=style.GREY, lw=0.6, label="others"))
@@ -611,19 +632,9 @@ def _controls_figure(study: Study, pairs: Sequence[_Pair], numbers: pd.DataFrame
             axes.set_title(f"{pair.label}\n{short}: which layers moved")
             axes.set_xlabel("layer")
             axes.set_ylabel(STATISTICS["relative"])
-        _share(row[0], row[1], cosine=False)
+        _share(row[0], row[1])
         _draw_virtual(row[2], pair, mine)
-        for arm in pair.arms:
-            one = _series(mine, "predicted", arm.name, "ratio")
-            _draw_line(row[3], one, arm.look.color, arm.look.dashes, arm.label.rpartition(", ")[2], marker="o")
-        row[3].axhline(1.0, color="black", lw=0.8)
-        row[3].set_title("\nmeasured / predicted")
-        row[3].set_xlabel("layer")
-        row[3].set_ylabel("ratio")
-        for axes in row:
-            axes.set_yscale("log")
-        for axes in (row[2], row[3]):
-            _share(axes, axes, cosine=False)
+        _draw_over_predicted(row[3], pair, mine)
         for axes in (row[0], row[1], row[3]):
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     above, below = (grid[0][column].get_legend_handles_labels() for column in (0, 2))
@@ -632,7 +643,7 @@ def _controls_figure(study: Study, pairs: Sequence[_Pair], numbers: pd.DataFrame
         [one for both in zip_longest(up, down) for one in both if one is not None]
         for up, down in zip(above, below, strict=True)
     )
-    figure.legend(handles, labels, loc="outside upper left", ncols=5, fontsize=8)
+    figure.legend(handles, labels, loc="outside upper left", ncols=(len(labels) + 1) // 2, fontsize=8)
     return figure
 
 
@@ -657,13 +668,26 @@ def _draw_virtual(axes: Axes, pair: _Pair, numbers: pd.DataFrame) -> None:
             label = f"{arm.label.rpartition(', ')[2]}, {UNITS[unit]}"
             _draw_line(axes, one, arm.look.color, arm.look.dashes, label, marker=marker, fill=fill)
     one = _series(numbers, "virtual", pair.none.name, "predicted")
-    axes.plot(one["x"], one["value"], color="black", lw=1.0, ls=":", label="predicted, 1 / (|Hg|/|g|)", zorder=3)
-    axes.set_xscale("log")
-    axes.set_xticks(pair.none.sizes, [f"{size:g}" for size in pair.none.sizes])
-    axes.minorticks_off()
+    if _share(axes, also=one["value"]):
+        axes.plot(one["x"], one["value"], color="black", lw=1.0, ls=":", label="predicted, 1 / (|Hg|/|g|)", zorder=3)
+    plain_ticks(axes, pair.none.sizes)
     axes.set_title("\nvirtual steps")
     axes.set_xlabel("size c of the step, in the unit named")
     axes.set_ylabel(STATISTICS["relative"])
+
+
+def _draw_over_predicted(axes: Axes, pair: _Pair, numbers: pd.DataFrame) -> None:
+    axes.set_title("\nmeasured / predicted")
+    axes.set_xlabel("layer")
+    if not pair.predicts:
+        in_words(axes, "nothing is predicted:\n" + UNPREDICTED.replace(" is ", "\nis "))
+        return
+    for arm in pair.arms:
+        one = _series(numbers, "predicted", arm.name, "ratio")
+        _draw_line(axes, one, arm.look.color, arm.look.dashes, arm.label.rpartition(", ")[2], marker="o")
+    axes.set_ylabel("ratio")
+    if _share(axes, also=[1.0]):
+        axes.axhline(1.0, color="black", lw=0.8)
 
 
 def _readings_figure(study: Study, judged: Sequence[_Judged]) -> Figure:
@@ -678,7 +702,8 @@ def _readings_figure(study: Study, judged: Sequence[_Judged]) -> Figure:
         place -= 1
         for reading in (*one.printed, *one.controls):
             ticks.append(place)
-            labels.append(reading.label if one.pair.diverged else f"{reading.label}: {reading.says}")
+            words = reading.note if one.pair.diverged else reading.said
+            labels.append(f"{reading.label}: {words}" if words else reading.label)
             _draw_reading(left if reading.ratio else right, reading, place)
             place -= 1
     left.set_yticks(ticks, labels)
@@ -688,6 +713,7 @@ def _readings_figure(study: Study, judged: Sequence[_Judged]) -> Figure:
     left.set_xscale("log")
     left.axvline(1.0, color="black", lw=0.8)
     right.axvline(0.0, color="black", lw=0.8)
+    right.xaxis.set_major_locator(MaxNLocator(3))
     left.set_xlabel("with BN / without BN (left of 1: less with BN)")
     right.set_xlabel("cosine, with - without\n(right of 0: less)")
     left.set_ylim(place + 0.4, 0.6)
@@ -703,6 +729,7 @@ def _draw_reading(axes: Axes, reading: _Reading, place: int) -> None:
     color = colors.get(reading.says, style.GREY)
     centre, low, high = reading.bounds()
     if math.isnan(centre):
+        write(axes, reading.text(), place, axes.get_yaxis_transform(), color=style.GREY, fontsize=7)
         return
     if math.isfinite(low) and math.isfinite(high):
         axes.plot([low, high], [place, place], color=color, lw=2.0, solid_capstyle="butt")
@@ -721,8 +748,7 @@ def _table(judged: Sequence[_Judged]) -> pd.DataFrame:
         for reading in (*one.printed, *one.controls, *one.shown):
             if reading.name.startswith("virtual") and not reading.says:
                 continue  # other sizes: in the figure and its CSV
-            says = reading.says if not one.pair.diverged else ""
-            says += f" ({reading.note})" if reading.note and says else ""
+            says = "" if one.pair.diverged else reading.said
             numbers = ("" if math.isnan(x) else f"{x:.3g}" for x in (reading.without, reading.with_))
             rows.append((one.pair.label, reading.label, *numbers, reading.text(), says))
         names = ("VERDICT as printed", "VERDICT after the controls", "VERDICT on both")
@@ -733,13 +759,19 @@ def _table(judged: Sequence[_Judged]) -> pd.DataFrame:
 
 
 def _title(study: Study, judged: Sequence[_Judged]) -> str:
-    return "Internal covariate shift with BN against without. " + " ".join(f"{one.words()}." for one in judged)
+    said = " ".join(f"{one.words()}." for one in judged)
+    return f"Internal covariate shift with BN against without. {said} {warned(_searches(judged))}".strip()
+
+
+def _searches(judged: Sequence[_Judged]) -> list[Floats]:
+    """How those for the largest eigenvalue ended."""
+    return [arm.converged for one in judged for arm in one.pair.arms]
 
 
 def _seeds(study: Study) -> str:
     seeds = style.and_list([str(seed) for seed in study.seeds])
     if len(study.seeds) == 1:
-        return f"One seed ({seeds}), so there is no interval and no verdict."
+        return f"One seed ({seeds}), so there is no interval and nothing is decided."
     return f"n = {len(study.seeds)} seeds ({seeds}); bands and bars: 95% Student t interval over seeds."
 
 
@@ -747,14 +779,23 @@ def _named_runs(runs: Sequence[Run]) -> str:
     return style.and_list([f"{run.arm} seed {run.seed}" for run in runs])
 
 
-def _lost(pairs: Sequence[_Pair]) -> str:
+def _lost(pairs: Sequence[_Pair], what: str) -> str:
+    """A sentence on the runs that diverged and ``what`` a figure does with them; empty where none did."""
     lost = [run for pair in pairs for run in pair.diverged]
-    if not lost:
-        return ""
-    return (
-        f" Diverged: {_named_runs(lost)} (dotted: its last record); from there on means are over the other seeds, and "
-        "the pair has no verdict."
-    )
+    return f" Diverged: {_named_runs(lost)}; {what}. Their pairs have no verdict." if lost else ""
+
+
+def _nothing_kept(pairs: Sequence[_Pair]) -> str:
+    """Of the pairs of which no seed is left."""
+    gone = [pair.label for pair in pairs if not pair.kept.any()]
+    return f", which leaves none of {style.and_list(gone)}" if gone else ""
+
+
+def _ended(pairs: Sequence[_Pair]) -> str:
+    """What a curve over seeds is where some of them ended."""
+    gone = [arm.name for pair in pairs for arm in pair.arms if all(run.diverged for run in arm.runs)]
+    left = f", and of {style.and_list(gone)} none came to the end" if gone else ""
+    return f"dotted: the last record of each; a mean is over the seeds that still train{left}"
 
 
 def _protocol(study: Study, pairs: Sequence[_Pair]) -> str:
@@ -774,42 +815,71 @@ def _protocol(study: Study, pairs: Sequence[_Pair]) -> str:
 def _caption(study: Study, pairs: Sequence[_Pair]) -> str:
     many = any(len(pair.none.layers) > _LABELLED + 1 for pair in pairs)
     every = study.setting("measures", "shift_every")
+    means = "Lines are means over seeds, geometric but for the cosine. " if len(study.seeds) > 1 else ""
+    predicted = (
+        "Dashed: the relative size that a locally quadratic loss predicts, eta (|Hg|/|g|) (i-1)/L, which knows nothing "
+        "of normalizers. "
+    )
+    if not any(pair.predicts for pair in pairs):
+        predicted = f"Nothing is predicted: {UNPREDICTED}. "
+    elif not any(pair.shows_prediction for pair in pairs):
+        predicted = ""
     return (
         "Internal covariate shift, Definition 2.1 of Santurkar et al. (2018): G is the gradient by a layer's "
         "parameters (with its normalizer's), G' the same on the same batch after all layers before it have taken their "
         "step, the layer itself and those behind it not. Every layer from the second on (the first has none before it: "
         f"exactly 0), every {every} steps; colour: depth, from dark to light"
         + (", four layers heavy and the others thin. " if many else ". ")
-        + f"{_seeds(study)} Lines are means over seeds, geometric but for the cosine. Dashed: the relative size that a "
-        "locally quadratic loss predicts, eta (|Hg|/|g|) (i-1)/L, which knows nothing of normalizers. Both arms of a "
-        f"network share their axes' range.{_lost(pairs)}\n{_protocol(study, pairs)}"
+        + f"{_seeds(study)} {means}{predicted}Both arms of a network share their axes' range."
+        f"{_lost(pairs, _ended(pairs))}\n{_protocol(study, pairs)}"
     )
 
 
 def _controls_caption(study: Study, pairs: Sequence[_Pair]) -> str:
     measures = study.setting("measures")
+    right = (
+        "Right: Definition 2.1 as measured over eta (|Hg|/|g|) (i-1)/L, one if the loss is a quadratic and nothing "
+        "else. "
+    )
+    if not any(pair.predicts for pair in pairs):
+        right = f"Right: no prediction to compare with, {UNPREDICTED}. "
+    dotted = "Dotted: c (i-1)/L, what a quadratic loss predicts in the unit of |Hg|/|g|, for either arm. "
+    if not any(
+        loggable(arm.virtual[f"relative_by_{unit}"]).size for pair in pairs for arm in pair.arms for unit in UNITS
+    ):
+        dotted = ""
+    searches = [arm.converged for pair in pairs for arm in pair.arms]
+    lost = _lost(pairs, "their records up to there are in the means")
     return (
         "Left half: relative change of a layer's gradient when other layers take their step: those before it "
         "(Definition 2.1), those behind it (which cannot shift its input), it alone, or all. Third: steps that are not "
         "taken, theta - (c/b) g with b the curvature along the gradient |Hg|/|g| (filled circles) or the largest "
         "eigenvalue of the Hessian (hollow squares), so that c is the step in the network's own unit; preceding layers "
-        "moved, geometric mean over layers 2 to L. Dotted: c (i-1)/L, what a quadratic loss predicts in the unit of "
-        "|Hg|/|g|, for either arm. Right: Definition 2.1 as measured over eta (|Hg|/|g|) (i-1)/L, one if the loss is a "
-        f"quadratic and nothing else. Geometric means over records ({measures['shift_every']} steps apart, virtual "
-        f"steps {measures['virtual_every']}). {_seeds(study)}{_lost(pairs)}\n{_protocol(study, pairs)}"
+        f"moved, geometric mean over layers 2 to L. {dotted}{right}Geometric means over records "
+        f"({measures['shift_every']} steps apart, virtual steps {measures['virtual_every']}). {unconverged(searches)} "
+        f"{_seeds(study)}{lost}\n{_protocol(study, pairs)}"
     )
 
 
 def _readings_caption(study: Study, judged: Sequence[_Judged]) -> str:
     left_out = sum(r.left_out for one in judged for r in (*one.printed, *one.controls))
+    pairs = [one.pair for one in judged]
+    over = "; (3) measured over predicted. " if any(pair.predicts for pair in pairs) else f"; no third, {UNPREDICTED}. "
+    if len(study.seeds) > 1:
+        marks = (
+            "Triangles point to less or more: the interval excludes 1 (or 0). Circles: undecided, the interval does "
+            "not exclude it, or there is none, or the label says why it does not count. "
+        )
+    else:
+        marks = "Circles: undecided, there is no interval. "
     said = (
         "What the verdicts rest on, paired by seed: ratios of geometric means over layers and records, with BN over "
         "without, and the difference of mean cosines. As printed: relative size and cosine, layers 2 to L. Controls: "
         "(1) preceding over following layers moved, layers 2 to L-1 (on average as many move before as behind); (2) "
-        "virtual steps of size c = 1 in either unit; (3) measured over predicted. "
-        "Triangles: the interval excludes 1 (or 0), they point to less or more; circles: undecided. Where readings "
-        f"contradict each other the verdict is inconclusive. {_seeds(study)}"
+        f"virtual steps of size c = 1 in either unit{over}{marks}Where readings contradict each other the verdict is "
+        f"inconclusive. {unconverged(_searches(judged))} {_seeds(study)}"
     )
     if left_out:
         said += f" {left_out} cells (layer x record x seed) are undefined or 0 in one arm and are left out of both."
-    return said + _lost([one.pair for one in judged]) + "\n" + "\n".join(one.words() + "." for one in judged)
+    what = f"these seeds are in no reading of their pair, with or without BN{_nothing_kept(pairs)}"
+    return said + _lost(pairs, what) + "\n" + "\n".join(one.words() + "." for one in judged)

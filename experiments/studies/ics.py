@@ -120,7 +120,7 @@ STUDY = Study(
         "the same when the layers behind it, it alone, or all layers do",
         "the same for virtual steps of equal size c in units of 1 / (|Hg|/|g|) and of 1 / the largest eigenvalue of the"
         " Hessian",
-        "the relative size that a locally quadratic loss predicts, eta (|Hg|/|g|) (i-1)/L",
+        "without momentum, the relative size that a locally quadratic loss predicts, eta (|Hg|/|g|) (i-1)/L",
     ),
     rule=(
         "For each network and rate; every reading is the logarithm of with BN over without, averaged over layers and"
@@ -129,6 +129,8 @@ STUDY = Study(
         " difference of means says less where it is above 0. After the controls: (1) preceding over following, layers 2"
         " to L-1, undecided unless its interval is above 1 in at least one arm; (2) virtual steps of size c = 1, layers"
         " 2 to L, in units of 1 / (|Hg|/|g|) and of 1 / sharpness; (3) measured over predicted, layers 2 to L."
+        " With momentum a step is not eta times the gradient: no prediction is made, and (1) and (2) alone are the"
+        " controls. A cell (a layer at a record) that is undefined or 0 in one arm is left out of both."
         " Readings that all say the same make the verdict; if one says less and another more it is inconclusive; else"
         " undecided. The verdict as printed, that after the controls and the one on both are made in this way. A pair"
         " of arms in which a run diverged has no verdict."

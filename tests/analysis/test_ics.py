@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 from analysis import style
 from analysis.figures import ics
-from analysis.figures.ics import combine, draw
+from analysis.figures.ics import draw
 from analysis.load import StudyError
 from diagnostics.record import RunWriter, run_id
 
@@ -33,7 +34,9 @@ class Cells:
     following: float = 0.05  # preceding / following is then 2
     curvature: float = 0.2
     sharpness: float = 0.3
-    predicted: float | None = 0.1
+    predicted: float | None = 0.1  # None: trained with momentum
+    converged: float = 1.0
+    finite: bool = True
 
 
 NONE = Cells()
@@ -58,7 +61,7 @@ def plant(
         for arm, cells in arms.items():
             config: dict[str, Any] = {
                 "seed": seed, "arm": arm,
-                "training": {"learning_rate": 0.1, "batch": "full", "momentum": 0.0},
+                "training": {"learning_rate": 0.1, "batch": "full", "momentum": 0.9 * (cells.predicted is None)},
                 "measures": {"shift_every": 10, "virtual_every": 10},
             }  # fmt: skip
             path = f"runs/{arm}-s{seed}-{run_id(config)}"
@@ -81,7 +84,9 @@ def plant(
 def write(writer: RunWriter, step: int, cells: Cells, offset: float, mode: str, zero: bool) -> None:
     """Relative sizes carry the seed's ``offset``; the ones of ``following`` do not, nor does the prediction."""
     factor = float(np.exp(offset))
-    whole = {"loss": 5.0 if mode == "-" else 5.0 / (1 + step), "step_norm": 1.0, "directional_curvature": 3.0}
+    whole = {"loss": 5.0 if mode == "-" else 5.0 / (1 + step), "step_norm": 1.0}
+    if cells.predicted is not None:
+        whole["directional_curvature"] = 3.0
     writer.write(step, "covariate_shift", "-", whole, mode=mode)
     for place, layer in enumerate(LAYERS):
         depth = (1 + step) * place
@@ -97,12 +102,16 @@ def write(writer: RunWriter, step: int, cells: Cells, offset: float, mode: str, 
             values["relative"] = 0.0
         if cells.predicted is not None:
             values["predicted"] = cells.predicted * depth
+        if not cells.finite:
+            values = dict.fromkeys(values, np.nan)
         writer.write(step, "covariate_shift", layer, values, mode=mode)
-    writer.write(step, "virtual_shift", "-", {"sharpness": 4.0}, mode=mode)
+    writer.write(step, "virtual_shift", "-", {"sharpness": 4.0, "converged": cells.converged}, mode=mode)
     writer.write(step, "virtual_shift", "-", {"c": list(SIZES)}, mode=mode)
     for place, layer in enumerate(LAYERS):
         sizes = {
-            f"relative_by_{unit}": [(getattr(cells, unit) if c == 1 else 0.2) * factor * place for c in SIZES]
+            f"relative_by_{unit}": [
+                (getattr(cells, unit) if c == 1 else 0.2) * factor * place if cells.finite else np.nan for c in SIZES
+            ]
             for unit in ("curvature", "sharpness")
         }
         writer.write(step, "virtual_shift", layer, sizes, mode=mode)
@@ -157,9 +166,14 @@ OUTCOMES = {
                          ("more", "less", "inconclusive")),
     "the prediction disagrees": (replace(LESS, predicted=0.02), NONE, JITTER, ("less", "inconclusive", "inconclusive")),
     "nothing predicted": (replace(LESS, predicted=None), replace(NONE, predicted=None), JITTER,
-                          ("less", "undecided", "undecided")),
+                          ("less", "less", "less")),
+    "nothing predicted, the units disagree": (replace(LESS, predicted=None, sharpness=0.6),
+                                              replace(NONE, predicted=None), JITTER,
+                                              ("less", "inconclusive", "inconclusive")),
     "nothing beyond following": (replace(LESS, following=0.2), replace(NONE, following=0.2), JITTER,
                                  ("less", "undecided", "undecided")),
+    "perhaps something beyond following": (replace(MORE, following=0.2), replace(NONE, following=0.2), JITTER,
+                                           ("more", "undecided", "undecided")),
 }  # fmt: skip
 
 
@@ -195,11 +209,93 @@ def test_what_neither_arm_shows_beyond_following_is_said(tmp_path: Path, monkeyp
     assert readings(tmp_path).loc["beyond_following", "estimate"] == pytest.approx(0.5)
 
 
-def test_readings_combine_as_the_rule_says() -> None:
-    assert combine(["less", "less"]) == "less"
-    assert combine(["more", "more"]) == "more"
-    assert combine(["less", "undecided"]) == combine(["undecided"]) == "undecided"
-    assert combine(["less", "undecided", "more"]) == combine(["inconclusive", "less"]) == "inconclusive"
+def pictures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
+    """What `draw` makes, by name, instead of files."""
+    seen: dict[str, Figure] = {}
+
+    def save(figure: Figure, folder: Path, name: str, numbers: pd.DataFrame) -> tuple[Path, ...]:
+        numbers.to_csv(folder / f"{name}.csv", index=False)
+        figure.draw_without_rendering()  # where ticks are found: an axis that cannot be drawn raises here
+        seen[name] = figure
+        return ()
+
+    monkeypatch.setattr(style, "save", save)
+    return seen
+
+
+def caption_of(figure: Figure) -> str:
+    return " ".join(text.get_text() for text in figure.texts)
+
+
+def words_in(figure: Figure) -> list[str]:
+    return [text.get_text().replace("\n", " ") for axes in figure.axes for text in axes.texts]
+
+
+def test_with_momentum_nothing_is_predicted_shown_or_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = pictures(monkeypatch)
+    drawn = draw(plant(tmp_path, replace(LESS, predicted=None), none=replace(NONE, predicted=None)))
+    assert not {"over_predicted", "eta_curvature"} & set(readings(tmp_path).index)
+    assert "not measured" not in drawn.table["with / without (cosine: -)"].tolist()
+    assert "(3)" not in drawn.title
+    assert words_in(seen["ics_controls"]) == [
+        "nothing is predicted: with momentum a step is not eta times the gradient"
+    ]
+    assert words_in(seen["ics"]) == words_in(seen["ics_readings"]) == []
+    for figure in seen.values():
+        caption = caption_of(figure)
+        assert "with momentum a step is not eta times the gradient" in caption
+        for words in ("Dashed", "(3)", "as measured over", "measured over predicted"):
+            assert words not in caption
+    legend = seen["ics"].axes[2].get_legend()
+    assert legend is not None
+    assert "predicted" not in [text.get_text() for text in legend.get_texts()]
+
+
+def test_a_reading_that_does_not_count_says_why_beside_its_circle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = pictures(monkeypatch)
+    draw(plant(tmp_path, replace(LESS, following=0.2), none=replace(NONE, following=0.2)))
+    left = seen["ics_readings"].axes[0]
+    labels = [label.get_text() for label in left.get_yticklabels()]
+    assert "(1) preceding / following: undecided (not above 1 in either arm)" in labels
+    assert "relative size: less" in labels
+    markers = [line.get_marker() for line in left.get_lines() if line.get_marker() != "None"]
+    assert markers == ["<", "o", "<", "<", "<"]
+
+
+def test_panels_without_a_number_say_so_instead_of_a_logarithmic_axis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = pictures(monkeypatch)
+    nothing = replace(NONE, finite=False)
+    draw(plant(tmp_path, nothing, none=nothing))
+    assert words_in(seen["ics_controls"]) == ["no positive finite number"] * 4
+    assert words_in(seen["ics"]) == [*["no positive finite number"] * 2, "no finite number"] * 2
+    assert words_in(seen["ics_readings"]) == ["not measured"] * 6
+    assert all(axes.get_yscale() == "linear" for name in ("ics", "ics_controls") for axes in seen[name].axes)
+    assert "Dashed" not in caption_of(seen["ics"])
+    assert "Dotted" not in caption_of(seen["ics_controls"])
+
+
+def test_one_arm_without_a_number_leaves_the_other_its_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = pictures(monkeypatch)
+    draw(plant(tmp_path, replace(NONE, finite=False)))
+    assert words_in(seen["ics_controls"]) == ["no positive finite number"]
+    assert [axes.get_yscale() for axes in seen["ics_controls"].axes] == ["log", "linear", "log", "log"]
+
+
+def test_searches_that_did_not_converge_are_counted_where_they_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = pictures(monkeypatch)
+    title = draw(plant(tmp_path / "good", LESS, ends={1: 10})).title
+    assert "tolerance" not in title
+    assert "tolerance" not in caption_of(seen["ics"])
+    for name in ("ics_controls", "ics_readings"):
+        assert "did not come below the tolerance: 0 of 17." in caption_of(seen[name])
+    title = draw(plant(tmp_path / "bad", replace(LESS, converged=0.0))).title
+    assert title.endswith("did not come below the tolerance: 9 of 18.")
 
 
 def test_a_cell_that_is_zero_is_left_out_of_both_arms_and_counted(
@@ -217,7 +313,8 @@ def test_a_diverged_run_is_drawn_named_and_gives_no_verdict(tmp_path: Path, monk
     drawn = draw(plant(tmp_path, LESS, ends={1: 10}))
     assert set(verdicts(tmp_path).values()) == {"diverged"}
     assert "no verdict, training diverged (linear-0.1-batch seed 1)" in drawn.title
-    assert "linear-0.1-batch seed 1 (dotted" in drawn.caption
+    assert "Diverged: linear-0.1-batch seed 1; dotted: the last record" in drawn.caption
+    assert "none came to the end" not in drawn.caption
     assert readings(tmp_path).loc["relative", "seeds"] == 2
     table = pd.read_csv(tmp_path / "ics.csv")
     mine = table[(table["arm"] == "linear-0.1-batch") & (table["layer"] == 2) & (table["statistic"] == "relative")]
@@ -231,6 +328,23 @@ def test_when_all_runs_of_an_arm_diverged_at_once_there_is_still_a_figure(
     drawn = draw(plant(tmp_path, LESS, ends={0: 0, 1: 0, 2: 0}))
     assert set(verdicts(tmp_path).values()) == {"diverged"}
     assert "not measured" in drawn.table["with / without (cosine: -)"].tolist()
+    assert "of linear-0.1-batch none came to the end" in drawn.caption
+
+
+def test_captions_of_diverged_runs_say_what_their_figure_does_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = pictures(monkeypatch)
+    draw(plant(tmp_path / "one", LESS, ends={1: 10}))
+    dotted = [line for line in seen["ics"].axes[3].get_lines() if line.get_transform() != seen["ics"].axes[3].transData]
+    assert [list(line.get_xdata()) for line in dotted] == [[10, 10]]
+    assert "dotted: the last record" not in caption_of(seen["ics_controls"]) + caption_of(seen["ics_readings"])
+    assert "their records up to there are in the means" in caption_of(seen["ics_controls"])
+    controls = pd.read_csv(tmp_path / "one" / "ics_controls.csv")
+    assert (controls[(controls["panel"] == "which") & (controls["series"] == "own")]["n"] == 3).all()
+    assert "in no reading of their pair, with or without BN. Their" in caption_of(seen["ics_readings"])
+    draw(plant(tmp_path / "all", LESS, ends={0: 0, 1: 0, 2: 10}))
+    assert "which leaves none of linear, lr 0.1." in caption_of(seen["ics_readings"])
 
 
 def test_every_plotted_number_is_in_the_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +388,11 @@ def test_captions_say_n_units_and_what_bands_are(tmp_path: Path, monkeypatch: py
     caption = draw(plant(tmp_path, LESS)).caption
     for words in ("n = 3 seeds (0, 1 and 2)", "95% Student t interval over seeds", "every 10 steps", "Dashed"):
         assert words in caption
-    assert "no interval and no verdict" in draw(plant(tmp_path / "one", LESS, jitter=(0.0,))).caption
+    one = draw(plant(tmp_path / "one", LESS, jitter=(0.0,))).caption
+    assert "One seed (0), so there is no interval and nothing is decided. Dashed" in one
+    for words in ("Lines are means", "Student"):
+        assert words in caption
+        assert words not in one
 
 
 def test_another_study_and_an_arm_without_its_pair_are_refused(tmp_path: Path) -> None:

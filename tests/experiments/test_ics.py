@@ -74,6 +74,17 @@ def test_with_momentum_a_step_is_not_eta_times_the_gradient_and_nothing_is_predi
     assert not shift.predict
 
 
+def test_with_momentum_the_rule_is_that_of_the_other_controls(tmp_path: Path) -> None:
+    assert "(1) and (2) alone are the controls" in STUDY.rule
+    fields = TINY | {"momentum": 0.5}
+    made = jobs(tmp_path, range(2), **fields)
+    STUDY.state(tmp_path, preset="laptop", fields=IcsFields(**fields), seeds=range(2), jobs=made)
+    assert {run(job, lambda done: None).status for job in made} == {"complete"}
+    table = draw(tmp_path).table
+    assert not table["reading"].str.startswith("(3)").any()
+    assert "not measured" not in table["with / without (cosine: -)"].tolist()
+
+
 def test_every_control_is_recorded_at_its_cadence(tiny: dict[str, pd.DataFrame]) -> None:
     for arm, table in tiny.items():
         shift, virtual = (table[table.probe == name] for name in ("covariate_shift", "virtual_shift"))
@@ -121,6 +132,15 @@ def test_a_training_that_diverges_is_drawn_and_named(tmp_path: Path) -> None:
     assert statuses["linear-0.01-none"] == "diverged"
     drawn = draw(tmp_path)
     assert "no verdict, training diverged (linear-0.01-none seed 0" in drawn.title
+
+
+def test_networks_whose_numbers_overflow_are_drawn_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["ics", "--preset", "smoke", "--network", "mlp", "--std", "1e30", "--seeds", "1", "--out", str(tmp_path)]
+    assert main([*words, "--jobs", "1"]) == 0
+    assert "not measured" in capsys.readouterr().out
+    assert (tmp_path / "ics" / "ics_controls.png").exists()
 
 
 def test_the_command_draws_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
