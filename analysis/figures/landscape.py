@@ -42,11 +42,14 @@ from analysis.pairs import (
     Key,
     Pair,
     Reading,
+    combine,
     compare,
     exploded,
     exponent,
     level,
+    lines_of,
     lost,
+    medians_of,
     number,
     pairs_of,
     read,
@@ -54,6 +57,8 @@ from analysis.pairs import (
     spread,
     stacked,
     typical,
+    unconverged,
+    warned,
 )
 from analysis.statistics import Estimate
 
@@ -96,9 +101,8 @@ class _Judged:
 
     @property
     def after(self) -> str:
-        """What both virtual readings say; inconclusive where they disagree."""
-        by = [self.readings[unit].outcome for unit in UNITS]
-        return by[0] if by[0] == by[1] else "inconclusive"
+        """What both virtual readings say together."""
+        return combine(self.readings[unit].outcome for unit in UNITS)
 
     def at_edge(self, kind: str) -> bool:
         """Whether eta x smoothness is within a quarter of 2, interval included."""
@@ -109,7 +113,7 @@ class _Judged:
     def verdict(self) -> str:
         """In words, for the table."""
         said = f"before the controls {self.before}, after them {self.after}"
-        if self.after == "inconclusive":
+        if len({self.readings[unit].outcome for unit in UNITS}) > 1:
             said += " (" + ", ".join(f"by {name} {self.readings[u].outcome}" for u, name in UNITS.items()) + ")"
         edge = [NAMES[kind] for kind in KINDS if self.at_edge(kind)]
         if edge:
@@ -131,19 +135,20 @@ def draw(folder: Path) -> style.Drawn:
     virtual = _virtual(study, pairs)
     starts = read(study, pairs, "along_gradient.gradient", ("start_loss",), grid=False)
     losses = {key: float(frame[WHOLE].iloc[-1]) for key, frame in starts.items()}
+    searches = list(read(study, pairs, "virtual_shift", ("converged",), grid=False).values())
     judged = [_judge(study, pair, walks, virtual, losses) for pair in pairs]
     plotted = pd.DataFrame(_walked(study, pairs, walks), columns=_COLUMNS)
     controls = pd.DataFrame(_stepped(study, pairs, virtual), columns=_COLUMNS)
     with style.look():
         figures = {
             NAME: _figure(study, pairs, plotted, _caption(study, pairs, walks)),
-            f"{NAME}_controls": _controls_figure(judged, controls, _controls_caption(study, judged)),
+            f"{NAME}_controls": _controls_figure(judged, controls, _controls_caption(study, judged, searches)),
         }
     numbers = {NAME: plotted, f"{NAME}_controls": pd.concat([controls, _read_off(judged)], ignore_index=True)}
     paths: tuple[Path, ...] = ()
     for name, figure in figures.items():
         paths += style.save(figure, folder, name, numbers[name])
-    return style.Drawn(paths, _table(judged), _title(study, judged), _caption(study, pairs, walks))
+    return style.Drawn(paths, _table(judged), _title(study, judged, searches), _caption(study, pairs, walks))
 
 
 # --- reading
@@ -296,17 +301,17 @@ def _figure(study: Study, pairs: Sequence[Pair], plotted: pd.DataFrame, caption:
             log_axis(axes, tables.values())
             for kind, table in tables.items():
                 draw_range(axes, table, STYLES[kind])
-        _draw_both(row[2], here, "smoothness", EDGE / pair.rate)
-        _draw_both(row[3], here, "eta x smoothness", EDGE)
-        row[2].axhline(EDGE / pair.rate, color="black", lw=0.9, ls="-.", label="2/\u03b7")
-        row[3].axhline(EDGE, color="black", lw=0.9, ls="-.")
         first = float(_grid(study, pair)[0])
-        if not math.isclose(first, 1 / EDGE):
-            label = "1/(first step of the walk)"
-            row[2].axhline(1 / (first * pair.rate), color=style.GREY, lw=0.9, ls=(0, (1, 1)), label=label)
+        for axes, panel, edge in ((row[2], "smoothness", EDGE / pair.rate), (row[3], "eta x smoothness", EDGE)):
+            if not _draw_both(axes, here, panel, edge):
+                continue
+            axes.axhline(edge, color="black", lw=0.9, ls="-.", label="2/\u03b7")
+            if axes is row[2] and not math.isclose(first, 1 / EDGE):
+                label = "1/(first step of the walk)"
+                axes.axhline(1 / (first * pair.rate), color=style.GREY, lw=0.9, ls=(0, (1, 1)), label=label)
         plain_ticks(row[3], _grid(study, pair))
         for axes in row[:3]:
-            count_steps(axes)
+            count_steps(axes, max(_part(here, kind, "loss")["x"].max() for kind in KINDS))
             for kind in KINDS:
                 draw_ends(axes, _part(here, kind, _LOST)["x"], STYLES[kind])
         row[0].set_ylabel(f"{pair.title}\n" + ("loss, summed squares" if pair.network == "linear" else "loss, nats"))
@@ -334,14 +339,15 @@ def _part(numbers: pd.DataFrame, kind: str, panel: str) -> pd.DataFrame:
     return numbers[(numbers["arm"] == kind) & (numbers["panel"] == panel)]
 
 
-def _draw_both(axes: Axes, here: pd.DataFrame, panel: str, line: float) -> None:
-    """Along the gradient, and thinly along the random direction."""
+def _draw_both(axes: Axes, here: pd.DataFrame, panel: str, line: float) -> bool:
+    """Along the gradient, and thinly along the random direction; whether there was a number to draw."""
     tables = {key: _part(here, key[0], f"{panel}, {key[1]}") for key in product(KINDS, DIRECTIONS)}
-    log_axis(axes, tables.values(), line)
+    found = log_axis(axes, tables.values(), line)
     for (kind, direction), table in tables.items():
         aside = direction == "random"
         label = NAMES[kind] + (", random direction" if aside else "")
         draw_curve(axes, table, STYLES[kind], label=label, aside=aside)
+    return found
 
 
 def _controls_figure(judged: Sequence[_Judged], controls: pd.DataFrame, caption: str) -> Figure:
@@ -351,17 +357,18 @@ def _controls_figure(judged: Sequence[_Judged], controls: pd.DataFrame, caption:
         here = controls[(controls["network"] == one.pair.network) & (controls["lr"] == one.pair.rate)]
         for axes, unit in zip(row[:2], UNITS, strict=True):
             tables = {kind: _part(here, kind, f"change by {unit}") for kind in KINDS}
-            log_axis(axes, tables.values())
+            found = log_axis(axes, tables.values())
             for kind, table in tables.items():
                 draw_curve(axes, table, STYLES[kind], label=NAMES[kind], marker="o")
             sizes = tables["none"]["x"]
-            axes.plot(sizes, sizes, color="black", lw=0.9, ls="-.", zorder=1, label="|g' - g|/|g| = c")
+            if found:
+                axes.plot(sizes, sizes, color="black", lw=0.9, ls="-.", zorder=1, label="|g' - g|/|g| = c")
             axes.set_ylabel("|g' - g|/|g|")
         losses = {key: _part(here, key[0], f"loss by {key[1]}") for key in product(KINDS, UNITS)}
-        log_axis(row[2], losses.values())
+        if log_axis(row[2], losses.values()):
+            row[2].axhline(1, color="black", lw=0.7)
         for (kind, unit), table in losses.items():
             draw_curve(row[2], table, STYLES[kind], marker="o" if unit == "curvature" else "^")
-        row[2].axhline(1, color="black", lw=0.7)
         row[2].set_ylabel("loss after/before")
         row[0].set_ylabel(f"{one.pair.title}\n|g' - g|/|g|")
         for axes in row[:3]:
@@ -421,7 +428,8 @@ def _table(judged: Sequence[_Judged]) -> pd.DataFrame:
             rows.append((one.pair.title, label, number(r.without), number(r.with_), r.text, r.outcome))
         text = [one.levels[kind].text(".3g") for kind in KINDS]
         edges = " and ".join(NAMES[kind] for kind in KINDS if one.at_edge(kind))
-        rows.append((one.pair.title, "eta x smoothness, late", *text, "", f"at 2: {edges}" if edges else "not at 2"))
+        neither = "not at 2" if all(found.has_interval for found in one.levels.values()) else "undecided"
+        rows.append((one.pair.title, "eta x smoothness, late", *text, "", f"at 2: {edges}" if edges else neither))
         rows.append((one.pair.title, "loss, last record", *(number(one.losses[kind]) for kind in KINDS), "", ""))
         rows.append((one.pair.title, "VERDICT", "", "", "", f"{one.before} -> {one.after}"))
     rows += _exponents(judged)
@@ -442,14 +450,13 @@ def _exponents(judged: Sequence[_Judged]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _title(study: Study, judged: Sequence[_Judged]) -> str:
+def _title(study: Study, judged: Sequence[_Judged], searches: Sequence[pd.DataFrame]) -> str:
     said = "; ".join(f"{one.pair.title}: {one.before} -> {one.after}" for one in judged)
     return (
         f"Effective smoothness, with BN over without, before -> after the controls: {said}. Smoothness: largest on the"
-        " walk; virtual: largest |g' - g|/(c|g|) over steps of equal size c in the network's own unit. Geometric means"
-        f" over seeds of each run's median record; brackets: 95% Student t over {seeds_of(study)}, paired; late: second"
-        " half of training"
-    )
+        " walk; virtual: largest |g' - g|/(c|g|) over steps of equal size c in the network's own unit. "
+        f"{medians_of(study)}; late: second half of training. {warned(searches)}"
+    ).strip()
 
 
 def _count(pairs: Sequence[Pair], walks: Walks, seeds: Sequence[int]) -> str:
@@ -485,28 +492,39 @@ def _caption(study: Study, pairs: Sequence[Pair], walks: Walks) -> str:
             "entirely within that step gives, is the same number as 2/\u03b7: a level there could be either. "
         )
     gone = f"{found} Crosses: their ends." if (found := lost(study)) else ""
+    bands = f"Of {seeds_of(study)}: bands, first two columns: from the smallest to the largest value on a walk"
+    if len(study.seeds) > 1:
+        bands += ", each the median over seeds; last two: the range over seeds, around their median."
+    else:
+        bands += "; last two: lines without a band, nothing is decided."
     return (
         "After Santurkar et al. (2018), Figure 4. At training step t, from the parameters against the gradient g of "
         f"the step's own batch ({_protocol(study, pairs)}; \u03b7: the training's learning rate). Left to right: the "
         "loss on the walk; |g' - g|, g' being the gradient there; the effective smoothness |g' - g|/(step |g|), its "
         "largest value on the walk (thin dots: along a random direction of the same length); \u03b7 times it at each "
-        f"step of the walk, median over records. {seeds_of(study)}. Bands, first two columns: from the smallest to the "
-        "largest value on a walk, each the median over seeds; last two: the range over seeds, around their median.\n"
+        f"step of the walk, median over records. {bands}\n"
         "Dash-dotted: 2/\u03b7, the edge of stability, to which full-batch training itself brings the curvature of any "
         f"network; on minibatches it is no theorem. {least}{_count(pairs, walks, study.seeds)} Such a value counts as "
         f"larger than any number and is drawn as a triangle at the top. {gone}"
     )
 
 
-def _controls_caption(study: Study, judged: Sequence[_Judged]) -> str:
+def _controls_caption(study: Study, judged: Sequence[_Judged], searches: Sequence[pd.DataFrame]) -> str:
     verdicts = " ".join(f"{one.pair.title}: {one.verdict}." for one in judged)
     every = study.setting("measures", "virtual_every")
+    how = f"geometric mean and 95% Student t interval over {seeds_of(study)}, paired"
+    if len(study.seeds) == 1:
+        how = f"{seeds_of(study)}, so there is no interval and nothing is decided"
     return (
         f"Virtual steps \u03b8 - (c/b) g that are never taken, every {every} training steps: b is the network's own "
         "curvature along its gradient, |Hg|/|g| (first column), or its largest Hessian eigenvalue (second); H and g of "
-        "the step's batch, batch statistics. Each run's median over records; lines: median over seeds, bands: range "
-        "over seeds. On a quadratic loss the first column is the dash-dotted line, c. Third: the loss after over "
-        f"before. Fourth: with BN over without, geometric mean and 95% Student t interval over {seeds_of(study)}, "
-        "paired; hollow squares: effective smoothness (largest on the walk), before the controls; discs: the largest "
-        f"|g' - g|/(c|g|) over c, after them.\nVerdicts. {verdicts} {lost(study)}"
+        "the step's batch, batch statistics. Each run's median over records. "
+        f"{lines_of(study)} On a quadratic loss the first column is the dash-dotted line, c; and as c goes to 0 it "
+        "comes to that line in every network, by construction, so that its reading tells only how far beyond its own "
+        "quadratic a network is at these c. On a quadratic the second column is c (|Hg|/|g|)/(largest eigenvalue): it "
+        "lies above the line where |Hg|/|g| is above the largest eigenvalue (the algebraically largest), which takes "
+        "a negative eigenvalue of greater size: negative curvature. Third: the loss after over "
+        f"before. Fourth: with BN over without, {how}; hollow squares: effective smoothness (largest on the walk), "
+        "before the controls; discs: the largest |g' - g|/(c|g|) over c, after them. "
+        f"{unconverged(searches)}\nVerdicts. {verdicts} {lost(study)}"
     )

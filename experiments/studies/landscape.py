@@ -126,8 +126,12 @@ STUDY = Study(
         " records) with BN over without, paired by seed: smaller where the 95% Student t interval of the ratio is below"
         " 1, larger where it is above, else undecided. That is the reading before the controls. After them: the largest"
         " |g' - g|/(c |g|) over virtual steps c, in units of |Hg|/|g| and in units of the largest eigenvalue, compared"
-        " in the same way. Where both say the same, that is the verdict; where they disagree it is inconclusive. A"
-        " value that is not finite counts as larger than every other; where only some seeds have one, it is undecided."
+        " in the same way. Where both say the same, that is the verdict; if one says smaller and the other larger it is"
+        " inconclusive; else undecided. In units of |Hg|/|g| the ratio tends to 1 as c goes to 0 in every network, by"
+        " construction: that reading tells only how far beyond its own quadratic a network is. A value that is not"
+        " finite counts as larger than every other; where only some seeds have one, it is undecided, and so it is where"
+        " a run has no virtual steps in half of its records or more. A run that diverged and its partner are compared"
+        " on the records that both have."
     ),
     control=(
         "The edge of stability: training moves to where eta x smoothness is about 2, so that the smoothness says what"

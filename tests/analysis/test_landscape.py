@@ -20,7 +20,7 @@ from tests.analysis.planted_pairs import check_plotted, plant_pairs, unpainted
 
 @pytest.fixture(autouse=True)
 def _numbers_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not request.node.name.endswith(("in_the_table", "painted_too")):
+    if not request.node.name.endswith(("in_the_table", "painted_too", "in_the_picture")):
         unpainted(monkeypatch, landscape, "_figure", "_controls_figure")
 
 
@@ -52,11 +52,14 @@ def plant(
     follows: bool = False,
     shares: np.ndarray = SHARES,
     ends: dict[tuple[str, int], int] | None = None,
+    converged: float = 1.0,
+    finite: bool = True,
 ) -> Path:
     """Smoothness ``scale`` at the last step of a walk without BN and ``with_`` times it with; and so on.
 
     ``exploded`` seeds without BN see no finite gradient at the last step of most walks; ``follows``: smoothness is
-    ``scale``/rate.
+    ``scale``/rate. The least change of the gradient on a walk is the same in both arms.
+    Without ``finite`` no number is.
     """
 
     def factor(of: float | Sequence[float], kind: str, seed: int) -> float:
@@ -74,14 +77,19 @@ def plant(
             "loss": 2.0 + step / 10 + np.arange(len(shares)),
             "gradient_difference": smooth * eta * 3.0,
         }
+        points["gradient_difference"][0] = 0.5 * scale / (rate if follows else 1.0) * eta[0] * 3.0
         points["effective_smoothness"] = smooth.copy()
         if kind == "none" and seed < exploded and step >= 10:
             for name in ("loss", "gradient_difference", "effective_smoothness"):
                 points[name][-1] = NAN if step == 20 else INF
+        if not finite:
+            points = {name: np.full(len(shares), INF) for name in points}
         writer.write(step, "along_gradient.gradient", "-", points)
         writer.write(step, "along_gradient.gradient", "-", {"effective_smoothness": top, "start_loss": 2.0 - step / 20})
         other = points | {"effective_smoothness": smooth / 10, "loss": np.full(len(shares), 2.0)}
         other["gradient_difference"] = np.ones(len(shares))
+        if not finite:
+            other = points
         writer.write(step, "along_gradient.random", "-", other)
         values: dict[str, np.ndarray] = {"c": SIZES}
         for unit, of in (("curvature", curvature), ("sharpness", sharpness)):
@@ -91,8 +99,10 @@ def plant(
                 np.full(3, NAN) if bad else factor(of, kind, seed) * SIZES * [0.5, 1, 0.8]
             )
             values[f"loss_change_by_{unit}"] = np.full(3, NAN) if bad else -0.2 * SIZES
+        if not finite:
+            values = {name: np.full(3, NAN) for name in values}
         writer.write(step, "virtual_shift", "-", values)
-        writer.write(step, "virtual_shift", "-", {"loss": 2.0})
+        writer.write(step, "virtual_shift", "-", {"loss": 2.0, "converged": converged})
 
     configs = {f"mlp-{rate:g}": config(rate, shares) for rate in rates}
     return plant_pairs(folder, "landscape", configs, seeds, STEPS, write, ends=ends)
@@ -113,7 +123,8 @@ def reading(folder: Path, name: str) -> pd.Series:
         ({}, "smaller -> smaller"),
         ({"with_": 2.0, "curvature": 2.0, "sharpness": 2.0}, "larger -> larger"),
         ({"curvature": 2.0}, "smaller -> inconclusive"),
-        ({"sharpness": [0.5, 2.0, 1.0]}, "smaller -> inconclusive"),
+        ({"sharpness": [0.5, 2.0, 1.0]}, "smaller -> undecided"),
+        ({"curvature": [0.5, 2.0, 1.0], "sharpness": 2.0}, "smaller -> undecided"),
         ({"curvature": 2.0, "sharpness": 2.0}, "smaller -> larger"),
         ({"curvature": [0.5, 2.0, 1.0], "sharpness": [0.5, 2.0, 1.0]}, "smaller -> undecided"),
         ({"with_": [0.5, 2.0, 1.0]}, "undecided -> smaller"),
@@ -128,6 +139,91 @@ def test_the_verdict_before_and_after_the_controls(tmp_path: Path, planted: dict
     assert f"mlp, lr 0.1: {said}. Smoothness" in drawn.title
     verdict = drawn.table[drawn.table["measure"] == "VERDICT"]
     assert verdict["outcome"].tolist() == [said]
+
+
+def test_readings_that_differ_are_named_in_the_caption_of_the_controls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {
+        "contradict": ({"curvature": 2.0}, "inconclusive (by |Hg|/|g| larger, by eigenvalue smaller)"),
+        "one": ({"curvature": [0.5, 2.0, 1.0]}, "undecided (by |Hg|/|g| undecided, by eigenvalue smaller)"),
+    }
+    captions: list[str] = []
+    monkeypatch.setattr(landscape, "_controls_figure", lambda judged, controls, caption: captions.append(caption))
+    for name, (planted, words) in said.items():
+        draw(plant(tmp_path / name, **planted))
+        assert f"after them {words}." in captions[-1]
+    draw(plant(tmp_path / "both"))
+    assert "after them smaller." in captions[-1]
+
+
+def test_what_the_controls_can_tell_and_rest_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    captions: list[str] = []
+    monkeypatch.setattr(landscape, "_controls_figure", lambda judged, controls, caption: captions.append(caption))
+    title = draw(plant(tmp_path / "good")).title
+    assert title.endswith("late: second half of training.")
+    for words in ("by construction", "negative curvature", "did not come below the tolerance: 0 of 24."):
+        assert words in captions[-1]
+    drawn = draw(plant(tmp_path / "bad", converged=0.0, ends={("mlp-0.1-none", 1): 10}))
+    assert drawn.title.endswith("late: second half of training. " + "Eigenvalues whose residual did not come below the "
+                                "tolerance: 22 of 22.")  # fmt: skip
+    assert "tolerance" not in drawn.caption  # there no eigenvalue is
+
+
+def test_one_seed_makes_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    captions: list[str] = []
+    monkeypatch.setattr(landscape, "_controls_figure", lambda judged, controls, caption: captions.append(caption))
+    one, three = draw(plant(tmp_path / "one", seeds=1)), draw(plant(tmp_path / "three"))
+    assert "Each run's median record; one seed (0), so there is no interval and nothing is decided; late" in one.title
+    assert "brackets: 95% Student t over 3 seeds (0 to 2), paired; late" in three.title
+    assert (
+        "Of one seed (0): bands, first two columns: from the smallest to the largest value on a walk; " in one.caption
+    )
+    assert "Of 3 seeds (0 to 2): bands" in three.caption
+    assert "geometric mean and 95% Student t interval over 3 seeds (0 to 2), paired;" in captions[1]
+    said = [drawn.table.set_index("measure").loc["eta x smoothness, late", "outcome"] for drawn in (one, three)]
+    assert said == ["undecided", "not at 2"]
+    for text in (one.title, one.caption, captions[0]):
+        assert "Student" not in text
+        assert "over seeds" not in text
+
+
+def words_in(figure: Any) -> list[str]:
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+def test_panels_without_a_number_say_so_in_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def save(figure: Any, folder: Path, name: str, numbers: pd.DataFrame) -> tuple[Path, ...]:
+        figure.draw_without_rendering()
+        seen[name] = figure
+        return ()
+
+    monkeypatch.setattr(landscape.style, "save", save)
+    draw(plant(tmp_path / "some"))
+    assert "no positive finite number" not in words_in(seen["landscape"]) + words_in(seen["landscape_controls"])
+    draw(plant(tmp_path / "none", finite=False))
+    assert words_in(seen["landscape"]) == ["no positive finite number"] * 4
+    assert words_in(seen["landscape_controls"])[:3] == ["no positive finite number"] * 3
+    for figure in seen.values():
+        assert [axes.get_yscale() for axes in figure.axes] == ["linear"] * 4
+    infinite = [line for line in seen["landscape"].axes[2].get_lines() if line.get_marker() == "^"]
+    assert sorted(len(line.get_xdata()) for line in infinite) == [4, 4]  # where every record is, in either arm
+
+
+def test_a_grid_is_labelled_with_few_digits_in_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def save(figure: Any, folder: Path, name: str, numbers: pd.DataFrame) -> tuple[Path, ...]:
+        seen[name] = [label.get_text() for label in figure.axes[3].get_xticklabels()]
+        return ()
+
+    monkeypatch.setattr(landscape.style, "save", save)
+    draw(plant(tmp_path / "few", shares=np.array([0.01, 0.01 * math.sqrt(3000), 30])))
+    assert seen["landscape"] == ["0.01", "0.55", "30"]
+    draw(plant(tmp_path / "many", shares=np.linspace(1.1, 1.9, 6)))
+    assert seen["landscape"] == ["1.1", "1.9"]  # no power of 2 lies between
 
 
 def test_planted_ratios_are_read_back(tmp_path: Path) -> None:

@@ -58,6 +58,11 @@ def test_only_the_papers_own_grid_starts_at_half_the_rate(tmp_path: Path) -> Non
             assert math.isclose(first, 0.5) == (name == "paper-vgg")
 
 
+def test_the_rule_combines_readings_as_the_other_studies_do_and_says_what_one_cannot_tell() -> None:
+    for words in ("if one says smaller and the other larger it is inconclusive; else undecided", "by construction"):
+        assert words in STUDY.rule
+
+
 def test_what_is_measured_is_what_the_study_says(tmp_path: Path) -> None:
     config = jobs(tmp_path, walk_every=3, virtual_every=7, sizes=(0.3, 0.6))["linear-1e-06-batch"].config
     streams = Streams(7)
