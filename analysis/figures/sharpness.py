@@ -29,27 +29,29 @@ from analysis.pairs import (
     KINDS,
     NAMES,
     WHOLE,
-    Key,
     Pair,
     Reading,
     compare,
     exploded,
     exponent,
+    lines_of,
     lost,
+    medians_of,
     number,
     pairs_of,
     read,
-    seeds_of,
     spread,
     stacked,
     typical,
+    unconverged,
+    warned,
 )
 from analysis.statistics import Estimate, mean, paired_difference
 
 NAME = "sharpness"
 WIDTH = 0.25  # how near to the line counts as there, as a share of it
 QUANTITIES = {
-    "all": "largest eigenvalue, all examples",
+    "all": "largest eigenvalue",  # of all examples, or of the fixed ones that stand for them
     "batch": "largest eigenvalue, step's batch",
     "rayleigh": "g'Hg/|g|\N{SUPERSCRIPT TWO}, step's batch",
     "loss": "loss, step's batch",
@@ -71,6 +73,7 @@ class _Protocol:
     steps: int
     batch: str
     optimizer: str
+    sample: int  # fixed examples that stand for all; 0 where the batch is all there is
 
     @classmethod
     def of(cls, study: Study, pair: Pair) -> _Protocol:
@@ -81,7 +84,13 @@ class _Protocol:
         if momentum:
             words = f"heavy ball (momentum {momentum:g})"
         size = "full batch" if batch == "full" else f"batches of {batch}"
-        return cls(batch == "full", None if adam else 2 * (1 + momentum), training["steps"], size, words)
+        sample = study.setting("measures", "sample", arm=pair.arm("none"))
+        return cls(batch == "full", None if adam else 2 * (1 + momentum), training["steps"], size, words, sample)
+
+    @property
+    def examples(self) -> str:
+        """On what the eigenvalue stands that is judged first."""
+        return "all examples" if self.full else f"{self.sample} fixed examples"
 
     @property
     def factor(self) -> str:
@@ -117,7 +126,7 @@ class _Judged:
         if self.protocol.full:
             return found + "".join(edge)
         own = _WORDS[self.readings["batch"].outcome]
-        return found if own == found else f"{found} on all examples, {own} on the batch"
+        return found if own == found else f"{found} on {self.protocol.examples}, {own} on the batch"
 
 
 def draw(folder: Path) -> style.Drawn:
@@ -137,18 +146,21 @@ def draw(folder: Path) -> style.Drawn:
     with style.look():
         figure = _figure(judged, plotted, caption)
     numbers = pd.concat([plotted, _read_off(judged)], ignore_index=True)
-    return style.Drawn(style.save(figure, folder, NAME, numbers), _table(judged), _title(study, judged), caption)
+    return style.Drawn(
+        style.save(figure, folder, NAME, numbers), _table(judged), _title(study, judged, searches), caption
+    )
 
 
 # --- reading
 
 
-def _series(study: Study, protocols: Mapping[Pair, _Protocol]) -> tuple[Series, Mapping[Key, pd.DataFrame]]:
-    """(arm, seed, quantity) -> values by step, times eta where there is a line; and how the searches ended.
+def _series(study: Study, protocols: Mapping[Pair, _Protocol]) -> tuple[Series, list[pd.DataFrame]]:
+    """(arm, seed, quantity) -> values by step, times eta where there is a line; and how each search ended, once.
 
     An eigenvalue that is not finite is infinite: the products overflowed. g'Hg/|g|^2 is NaN where g is zero.
     """
-    found, searches = {}, {}
+    found: dict[tuple[str, int, str], pd.Series] = {}
+    searches: list[pd.DataFrame] = []
     for pair, protocol in protocols.items():
         factor = 1.0 if protocol.line is None else pair.rate
         names = ("sharpness", "rayleigh", "loss", "converged")
@@ -162,10 +174,7 @@ def _series(study: Study, protocols: Mapping[Pair, _Protocol]) -> tuple[Series, 
                     found[(*key, "batch")] = factor * exploded(own[(*key, "sharpness")])[WHOLE]
                 found[(*key, "rayleigh")] = factor * own[(*key, "rayleigh")][WHOLE]
                 found[(*key, "loss")] = exploded(own[(*key, "loss")])[WHOLE]
-                searches[(*key, "all")], searches[(*key, "batch")] = (
-                    fixed[(*key, "converged")],
-                    own[(*key, "converged")],
-                )
+                searches += [table[(*key, "converged")] for table in ([own] if protocol.full else [own, fixed])]
     return found, searches
 
 
@@ -263,14 +272,18 @@ def _figure(judged: Sequence[_Judged], plotted: pd.DataFrame, caption: str) -> F
                 axes.annotate(text, (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", color=style.GREY)
                 continue
             line = None if quantity == "loss" else protocol.line
-            _draw_quantity(axes, here, quantity, line)
-            if line is not None:
+            if _draw_quantity(axes, here, quantity, line) and line is not None:
                 _draw_line(axes, protocol, line)
             axes.set_ylabel("dimensionless" if protocol.line is not None else "loss/parameter\N{SUPERSCRIPT TWO}")
         row[0].set_ylabel(f"{pair.title}\n{row[0].get_ylabel()}")
         row[3].set_ylabel("loss, summed squares" if pair.network == "linear" else "loss, nats")
-    for axes, (quantity, words) in zip(grid[0], QUANTITIES.items(), strict=True):
-        axes.set_title((judged[0].protocol.factor if quantity != "loss" else "") + words, fontsize=8.5)
+    for index, (one, row) in enumerate(zip(judged, grid, strict=True)):
+        changed = index == 0 or one.protocol.examples != judged[index - 1].protocol.examples
+        for axes, (quantity, words) in zip(row, QUANTITIES.items(), strict=True):
+            title = (one.protocol.factor if quantity != "loss" else "") + words
+            title += f", {one.protocol.examples}" if quantity == "all" else ""
+            if index == 0 or (quantity == "all" and changed):
+                axes.set_title(title, fontsize=8.0)
     for column in range(4):
         drawn = [row[column] for row in grid if row[column].axison]
         if drawn:
@@ -285,13 +298,15 @@ def _figure(judged: Sequence[_Judged], plotted: pd.DataFrame, caption: str) -> F
     return figure
 
 
-def _draw_quantity(axes: Axes, here: pd.DataFrame, quantity: str, line: float | None) -> None:
+def _draw_quantity(axes: Axes, here: pd.DataFrame, quantity: str, line: float | None) -> bool:
+    """Whether there was a number to draw."""
     tables = {kind: here[(here["arm"] == kind) & (here["panel"] == quantity)] for kind in KINDS}
-    log_axis(axes, tables.values(), line)
+    found = log_axis(axes, tables.values(), line)
     for kind, table in tables.items():
         draw_curve(axes, table, STYLES[kind], label=NAMES[kind])
         draw_ends(axes, here.loc[(here["arm"] == kind) & (here["panel"] == _LOST), "x"], STYLES[kind])
-    count_steps(axes)
+    count_steps(axes, max(table["x"].max() for table in tables.values()))
+    return found
 
 
 def _draw_line(axes: Axes, protocol: _Protocol, line: float) -> None:
@@ -309,7 +324,8 @@ def _table(judged: Sequence[_Judged]) -> pd.DataFrame:
     rows: list[tuple[str, ...]] = []
     for one in judged:
         eta = "eta x " if one.protocol.line is not None else ""
-        for quantity, label in {"all": "eigenvalue", "batch": "batch's eigenvalue", "rayleigh": "g'Hg/|g|^2"}.items():
+        whole = "eigenvalue" if one.protocol.full else f"eigenvalue, {one.protocol.sample} fixed"
+        for quantity, label in {"all": whole, "batch": "batch's eigenvalue", "rayleigh": "g'Hg/|g|^2"}.items():
             if quantity in one.readings:
                 r = one.readings[quantity]
                 numbers = number(r.without), number(r.with_), r.text
@@ -330,7 +346,8 @@ def _share_texts(one: _Judged) -> tuple[str, str, str, str]:
     known = not any(math.isnan(value) for side in sides for value in side)
     difference = f"difference {paired_difference(*sides).text('+.2f')}" if known else "a run has no late records"
     edge = [NAMES[kind] for kind in KINDS if one.at_edge(kind)]
-    said = "decides nothing" if not one.protocol.full else f"at the edge: {' and '.join(edge) or 'neither'}"
+    neither = "neither" if all(_share(side).has_interval for side in sides) else "undecided"
+    said = "decides nothing" if not one.protocol.full else f"at the edge: {' and '.join(edge) or neither}"
     return texts[0], texts[1], difference, said
 
 
@@ -353,18 +370,12 @@ def _exponents(judged: Sequence[_Judged]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _title(study: Study, judged: Sequence[_Judged]) -> str:
+def _title(study: Study, judged: Sequence[_Judged], searches: Sequence[pd.DataFrame]) -> str:
     said = "; ".join(f"{one.pair.title}: {one.verdict}" for one in judged)
     return (
-        f"Sharpness with BN over without: {said}. Geometric means over seeds of each run's median record; brackets: 95%"
-        f" Student t over {seeds_of(study)}, paired; late: second half of training; at line: within a quarter of it"
-    )
-
-
-def _unconverged(searches: Mapping[Key, pd.DataFrame]) -> str:
-    tables = [table.to_numpy(dtype=np.float64) for table in {id(t): t for t in searches.values()}.values()]
-    bad, every = sum(int((table != 1).sum()) for table in tables), sum(table.size for table in tables)
-    return f"Eigenvalues whose residual did not come below the tolerance: {bad} of {every}."
+        f"Sharpness with BN over without: {said}. {medians_of(study)}; late: second half of training; at line: within a"
+        f" quarter of it. {warned(searches)}"
+    ).strip()
 
 
 def _negative(series: Series) -> str:
@@ -374,13 +385,12 @@ def _negative(series: Series) -> str:
     return f"g'Hg/|g|\N{SUPERSCRIPT TWO} was not positive in {bad} of {len(every)} records."
 
 
-def _caption(study: Study, judged: Sequence[_Judged], series: Series, searches: Mapping[Key, pd.DataFrame]) -> str:
+def _caption(study: Study, judged: Sequence[_Judged], series: Series, searches: Sequence[pd.DataFrame]) -> str:
     parts, lines = [], []
     for network in dict.fromkeys(one.pair.network for one in judged):
         one = next(other for other in judged if other.pair.network == network)
         what = {"mlp": "MNIST", "vgg": "CIFAR-10", "linear": "Gaussian teacher"}[network]
-        sample = study.setting("measures", "sample", arm=one.pair.arm("none"))
-        fixed = "" if one.protocol.full else f", all examples: a fixed set of {sample}"
+        fixed = "" if one.protocol.full else f", and {one.protocol.examples} that stand for all"
         parts.append(f"{network}: {what}, {one.protocol.optimizer}, {one.protocol.batch}{fixed}")
     protocols = [one.protocol for one in judged]
     if any(p.line is None for p in protocols):
@@ -393,11 +403,13 @@ def _caption(study: Study, judged: Sequence[_Judged], series: Series, searches: 
             "does not apply; what is reported to settle there under SGD is g'Hg/|g|\N{SUPERSCRIPT TWO} of the step's "
             "batch (Andreyev & Beneventano 2024), here of one batch a record."
         )
+    middle = "the median over seeds" if len(study.seeds) > 1 else "a value"
     gone = f"{found} Crosses: their ends." if (found := lost(study)) else ""
     return (
         f"The largest eigenvalue of the loss's Hessian H, batch statistics in BN ({'; '.join(parts)}; \u03b7: the "
-        "learning rate; g: the gradient of the step's batch). Lines: median over seeds, bands: range over seeds; "
-        f"{seeds_of(study)}. {' '.join(lines)} {_unconverged(searches)} {_negative(series)} A median that is "
-        f"not is left out of its line; infinite values are triangles at the top. {gone}\n"
+        "learning rate; g: the gradient of the step's batch). "
+        f"{lines_of(study)} {' '.join(lines)} {unconverged(searches)} {_negative(series)} Where {middle} is not "
+        f"positive its line has a gap: a logarithmic axis has no place for it. Infinite values are triangles at the "
+        f"top. {gone}\n"
         f"Verdicts. {' '.join(f'{one.pair.title}: {one.verdict}.' for one in judged)}"
     )

@@ -119,6 +119,11 @@ STUDY = Study(
         " is at the edge where more than half of the records of the second half of training lie within a quarter of"
         " it, interval over seeds included. Where both arms are, the verdict is that eta set the sharpness of both. For"
         " minibatches the line is shown and decides nothing: there it is a full-batch statement. Adam has none."
+        " An eigenvalue that is not finite counts as larger than every other, and never as at the edge: where the"
+        " median record is such in every seed of one arm and in none of the other, that decides; with others such, or"
+        " one that is not positive, it is undecided. A run that diverged and its partner are compared on the records"
+        " that both have; it is at the edge or not by those it has in the second half of training, and an arm of which"
+        " a run has none there is not at the edge."
     ),
     control=(
         "The learning rate: what is a property of the network stays as eta changes, what the edge sets falls as 1/eta."

@@ -57,6 +57,11 @@ def test_what_is_measured_is_what_the_study_says(tmp_path: Path) -> None:
     assert [probe.name for probe in alone] == ["sharpness.batch"]
 
 
+def test_the_rule_judges_what_is_not_finite_and_what_diverged() -> None:
+    for words in ("not finite counts as larger than every other", "A run that diverged and its partner are compared"):
+        assert words in STUDY.rule
+
+
 def test_both_arms_are_looked_at_on_the_same_examples(tmp_path: Path) -> None:
     found = jobs(tmp_path, sample=40)
     none, batch = (made(found[f"mlp-0.1-{kind}"].config)[0][1].on for kind in ("none", "batch"))
