@@ -156,7 +156,8 @@ class Before:
         return [
             module
             for module, filled in self._filled.items()
-            if any(held is not None and name not in filled for name, held in module._buffers.items())
+            if module._buffers
+            and any(held is not None and name not in filled for name, held in module._buffers.items())
         ]
 
     def drop_new_buffers(self, module: nn.Module) -> None:
@@ -227,8 +228,9 @@ class StepView:
             for owner, name, key in self._entry.places:
                 owner._buffers[name] = fresh[key]
             for module, attributes in self._entry.attribute_names:
-                for name in vars(module).keys() - attributes:
-                    del vars(module)[name]
+                if vars(module).keys() != attributes:
+                    for name in vars(module).keys() - attributes:
+                        del vars(module)[name]
             for module in self._entry.with_new_buffers():
                 self._entry.drop_new_buffers(module)
             copies: dict[int, Any] = {}
