@@ -3,11 +3,15 @@
 Three pictures and one table. ``jacobian`` and ``jacobian_orthogonal`` (one a law of the initial weights): how the
 singular values of the last two maps are distributed, over training, without and with BN, beside what Gaussian weights
 alone would have (Marchenko & Pastur). ``jacobian_parts``: the conjecture of Ioffe & Szegedy (2015, section 3.3) in its
-parts: the premise (effective dimension of the normalized vectors), the mean square, the spread. ``jacobian_init``:
-untrained networks against batch size and width, where theory gives the mean square.
+parts: the premise (effective dimension of the normalized vectors), the rank, the mean square, the spread.
+``jacobian_init``: untrained networks against batch size and width, where theory gives the mean square.
 
 The verdict follows the study's rule: a part of the conjecture holds, or fails, where the whole Student interval over
 seeds lies on one side of its bar, else it is undecided. The tests plant values on each side.
+
+A map of P x Q has K = min(P, Q) singular values. The spread is that of the nonzero ones, so a map with zeros could have
+any spread at all: that none is zero, rank K, is a part of its own, and two spreads are compared only between equal
+ranks. A value that is not finite (a map of zeros has no spread) is undefined: it is named, and the rest is drawn.
 """
 
 from __future__ import annotations
@@ -17,11 +21,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 from numpy.typing import NDArray
 
@@ -33,14 +40,21 @@ NAME = "jacobian"
 ACTIVATIONS = {"linear": "linear", "sigmoid": "sigmoid", "tanh": "tanh", "relu": "ReLU"}
 INITS = {"gaussian": "Gaussian", "orthogonal": "orthogonal"}
 ARMS = {"none": "without BN", "batch": "with BN"}
-PARTS = {"effective_dimension": "premise", "mean_square": "mean square", "spread": "spread"}
-# Bars of the study's rule; the premise's is a share of the units.
+PARTS = {"effective_dimension": "premise", "rank": "rank", "mean_square": "mean square", "spread": "spread"}
+# Bars of the study's rule; the premise's is a share of what independent units show.
 DIMENSION, SQUARE, SPREAD = 0.9, (0.9, 1.1), 0.1
 # E[g'(x)^2] / Var[g(x)] for standard normal x.
 THEORY = {"linear": 1.0, "sigmoid": 1.0336, "tanh": 1.1778, "relu": math.pi / (math.pi - 1)}
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 NUMBERS = ("mean_square", "spread", "rank", "smallest", "largest", "distance", "nonfinite")
 
+LOGARITHMIC = ("mean_square", "spread")
+
+_BAR: dict[str, Any] = {"color": style.GREY, "lw": 1.0, "ls": ":"}
+_THEORY: dict[str, Any] = {"color": style.BLACK, "lw": 0.9, "ls": (0, (6, 2))}
+_LAW: dict[str, Any] = {"color": style.BLACK, "lw": 0.9, "ls": (0, (1, 1))}
+_FARTHEST = (math.log(1e-100), math.log(1e100))
+_SHADES = ((0.35, "90%"), (0.6, "50%"))
 _STYLES = {"none": style.WITHOUT_BN, "batch": style.WITH_BN}
 
 Floats = NDArray[np.float64]
@@ -53,6 +67,8 @@ class _Map:
 
     key: Key
     layer: int  # the one that receives
+    count: int  # K, of its singular values
+    ideal: float  # effective dimension that independent units would show in the sending layer
     steps: NDArray[np.int64]  # (T,)
     values: Mapping[str, Floats]  # statistic -> (S, T); effective_dimension is the sending layer's
     quantiles: Floats  # (S, T, Q) of the nonzero singular values
@@ -73,7 +89,6 @@ def draw(folder: Path) -> style.Drawn:
         raise StudyError(f"singular values are compared between whole trainings; diverged: {', '.join(lost)}")
     maps = [one for key in product(ACTIVATIONS, INITS, ARMS) for one in _maps(study, key)]
     weights, untrained = _weights(study), _untrained(study)
-    units = _units(study)
     with style.look():
         drawn = {
             NAME: (_distributions(study, maps, "gaussian"), _quantile_numbers(maps, "gaussian")),
@@ -81,13 +96,13 @@ def draw(folder: Path) -> style.Drawn:
                 _distributions(study, maps, "orthogonal"),
                 _quantile_numbers(maps, "orthogonal"),
             ),
-            f"{NAME}_parts": (_parts(study, maps, units), _part_numbers(maps)),
+            f"{NAME}_parts": (_parts(study, maps), _part_numbers(maps)),
             f"{NAME}_init": (_at_init(study, untrained), untrained),
         }
         paths: tuple[Path, ...] = ()
         for name, (figure, numbers) in drawn.items():
             paths += style.save(figure, folder, name, numbers)
-    return style.Drawn(paths, _table(maps, weights), _title(study, maps, units), _caption(study, "gaussian"))
+    return style.Drawn(paths, _table(maps, weights), _title(study, maps, untrained), _caption(study, "gaussian"))
 
 
 def marchenko_pastur(ratio: float, count: int = 20_000) -> Floats:
@@ -103,6 +118,11 @@ def marchenko_pastur(ratio: float, count: int = 20_000) -> Floats:
     cumulative = np.cumsum(weight) - weight / 2
     wanted = (np.arange(count) + 0.5) / count
     return np.sqrt(np.interp(wanted, cumulative / weight.sum(), eigenvalues))
+
+
+def independent_dimension(units: int, examples: int) -> float:
+    """Effective dimension that N examples show of C independent units, about ``1 / (1/C + 1/N)``: never C itself."""
+    return 1 / (1 / units + 1 / examples)
 
 
 # --- reading
@@ -128,6 +148,7 @@ def _maps(study: Study, key: Key) -> list[_Map]:
     arm = _arm(key)
     table = load_records(study, probe="jacobian", arm=arm)
     table = table.assign(layer=table["layer"].astype(str).str.extract(r"hidden(\d+)", expand=False).astype(int))
+    units, sample = _units(study), study.setting("measures", "sample", arm=arm)
     found = []
     for layer in _layers(study):
         mine = table[table["layer"] == layer]
@@ -135,7 +156,10 @@ def _maps(study: Study, key: Key) -> list[_Map]:
         values["effective_dimension"] = _over_seeds(table[table["layer"] == layer - 1], "effective_dimension")
         singular = mine[mine["statistic"] == "singular_value"]
         steps = np.sort(singular["step"].unique())
-        found.append(_Map(key, layer, steps, values, _quantiles(singular, len(study.seeds))))
+        sending, receiving = units[layer - 2 : layer]
+        ideal = independent_dimension(sending, sample)
+        quantiles = _quantiles(singular, len(study.seeds))
+        found.append(_Map(key, layer, min(sending, receiving), ideal, steps, values, quantiles))
     return found
 
 
@@ -195,6 +219,17 @@ def _distributions(study: Study, maps: Sequence[_Map], init: str) -> Figure:
         row[0].set_ylabel(f"{name}\nsingular value")
     for axes in grid[-1]:
         axes.set_xlabel("training steps")
+    handles = [
+        *(
+            Line2D([], [], color=_STYLES[arm].color, ls=_STYLES[arm].dashes, label=f"{ARMS[arm]}: median")
+            for arm in ARMS
+        ),
+        *(Patch(color=style.GREY, alpha=a, lw=0, label=f"{share} of the nonzero") for a, share in _SHADES),
+        Line2D([], [], color=style.GREY, lw=0.7, label="largest"),
+        Line2D([], [], color=style.BLACK, lw=0.8, label="conjecture"),
+        Line2D([], [], color=style.GREY, lw=4.5, label="Gaussian matrices alone"),
+    ]
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
     return figure
 
 
@@ -212,8 +247,17 @@ def _draw_distribution(axes: Axes, one: _Map, law: Floats) -> None:
     axes.plot([place, place], [law[0], law[4]], color=style.GREY, lw=1.6, solid_capstyle="butt")
     axes.plot([place, place], [law[1], law[3]], color=style.GREY, lw=4.5, solid_capstyle="butt")
     axes.plot(place, law[2], "_", color=style.BLACK, ms=7)
+    first, end = (float(np.mean(one.values["rank"][:, at])) / one.count for at in (0, -1))
+    axes.annotate(
+        f"nonzero {_percent(first)} to {_percent(end)}", (0.03, 0.03), xycoords="axes fraction", fontsize=7,
+        color=style.BLACK, bbox={"boxstyle": "square,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.8},
+    )  # fmt: skip
     _log_axis(axes)
     _step_axis(axes, last)
+
+
+def _percent(share: float) -> str:
+    return "undefined" if math.isnan(share) else f"{share:.0%}"
 
 
 def _log_axis(axes: Axes, subs: Sequence[float] = (1.0, 2.0, 5.0)) -> None:
@@ -231,41 +275,53 @@ def _step_axis(axes: Axes, last: int) -> None:
     axes.minorticks_off()
 
 
-def _parts(study: Study, maps: Sequence[_Map], units: tuple[int, ...]) -> Figure:
-    figure = style.new_figure(10.4, 6.4, _parts_caption(study, units))
+def _parts(study: Study, maps: Sequence[_Map]) -> Figure:
+    figure = style.new_figure(10.4, 8.2, _parts_caption(study, maps))
     grid = figure.subplots(len(PARTS), len(ACTIVATIONS), sharex=True, sharey="row")
     law = float(np.log(marchenko_pastur(1.0)).std())
+    premise = float(np.mean([DIMENSION * one.ideal for one in maps]))
     for column, (activation, name) in enumerate(ACTIVATIONS.items()):
         for row, statistic in zip(grid, PARTS, strict=True):
             axes = row[column]
             for init, arm in product(INITS, ARMS):
                 _draw_part(axes, [m for m in maps if m.key == (activation, init, arm)], statistic)
             if statistic == "effective_dimension":
-                axes.axhline(DIMENSION * units[-2], color=style.GREY, lw=1.0, ls=":")
+                axes.axhline(premise, **_BAR)
                 axes.set_title(name)
                 axes.set_ylim(bottom=0)
+            elif statistic == "rank":
+                axes.axhline(1, **_BAR)
+                axes.set_ylim(0, 1.08)
             elif statistic == "mean_square":
                 axes.axhspan(*SQUARE, color=style.GREY, alpha=0.25, lw=0)
-                axes.axhline(THEORY[activation], color=style.BLACK, lw=0.9, ls=(0, (6, 2)))
-                _log_axis(axes, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
+                axes.axhline(THEORY[activation], **_THEORY)
             else:
-                axes.axhline(SPREAD, color=style.GREY, lw=1.0, ls=":")
-                axes.axhline(law, color=style.BLACK, lw=0.9, ls=(0, (1, 1)))
-                _log_axis(axes)
-    for row, label in zip(grid, ("effective dimension", "mean square", "spread (sd of log)"), strict=True):
+                axes.axhline(SPREAD, **_BAR)
+                axes.axhline(law, **_LAW)
+    names = ("effective dimension", "rank / K", "mean square", "spread (sd of log)")
+    for row, label in zip(grid, names, strict=True):
         row[0].set_ylabel(label)
+    _log_row(grid[-2], (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
+    _log_row(grid[-1])
     for axes in grid[-1]:
         axes.set_xlabel("training steps")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=4)
+    handles, _ = grid[0][0].get_legend_handles_labels()
+    handles += [
+        Line2D([], [], label="bar of the conjecture", **_BAR),
+        Patch(color=style.GREY, alpha=0.25, lw=0, label="mean square it asks for"),
+        Line2D([], [], label="theory, with BN at the start", **_THEORY),
+        Line2D([], [], label="Gaussian matrices alone", **_LAW),
+    ]
+    figure.legend(handles=handles, loc="outside upper left", ncols=4)
     return figure
 
 
 def _draw_part(axes: Axes, maps: Sequence[_Map], statistic: str) -> None:
     _, init, arm = maps[0].key
     look = _STYLES[arm]
-    values = np.mean([one.values[statistic] for one in maps], axis=0)  # over the two maps
-    centre, low, high = _band(values, logarithmic=statistic != "effective_dimension")
+    scale = [one.count if statistic == "rank" else 1 for one in maps]
+    values = np.mean([one.values[statistic] / k for one, k in zip(maps, scale, strict=True)], axis=0)  # the two maps
+    centre, low, high = _band(values, logarithmic=statistic in LOGARITHMIC)
     steps, marker = maps[0].steps, None if init == "gaussian" else "o"
     label = f"{ARMS[arm]}, {INITS[init]}"
     axes.plot(steps, centre, color=look.color, ls=look.dashes, lw=1.3, marker=marker, ms=3.5, mfc="white", label=label)
@@ -274,17 +330,38 @@ def _draw_part(axes: Axes, maps: Sequence[_Map], statistic: str) -> None:
 
 
 def _band(values: Floats, *, logarithmic: bool) -> tuple[Floats, Floats, Floats]:
-    """Mean over seeds of (S, T) values and its interval; of their logarithms, where the axis is one."""
-    if not logarithmic:
-        band = mean_band(values)
-        return band.estimate, band.low, band.high
-    band = mean_band(np.log(np.maximum(values, 1e-300)))
-    return np.exp(band.estimate), np.exp(band.low), np.exp(band.high)
+    """Mean over seeds of (S, T) values and its interval; of their logarithms, where the axis is one.
+
+    NaN where a seed's value is undefined, or has no logarithm.
+    """
+    defined = np.isfinite(values).all(axis=0)
+    if logarithmic:
+        defined &= (values > 0).all(axis=0)
+    centre, low, high = (np.full(values.shape[1], np.nan) for _ in range(3))
+    if defined.any():
+        kept = np.log(values[:, defined]) if logarithmic else values[:, defined]
+        band = mean_band(kept)
+        centre[defined], low[defined], high[defined] = band.estimate, band.low, band.high
+    if logarithmic:
+        # Two seeds that are far apart have an interval whose ends are no floating-point numbers, nor its axis's.
+        low, high = (np.exp(np.clip(one, *_FARTHEST)) for one in (low, high))
+        centre = np.exp(centre)
+    return centre, low, high
+
+
+def _log_row(row: Sequence[Axes], subs: Sequence[float] = (1.0, 2.0, 5.0)) -> None:
+    """Logarithmic axes that reach no farther than a factor of 10 beyond the lines, however wide a band is."""
+    for axes in row:
+        _log_axis(axes, subs)
+    heights = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for axes in row for line in axes.lines])
+    heights = heights[np.isfinite(heights) & (heights > 0)]
+    low, high = row[0].get_ylim()
+    row[0].set_ylim(max(low, heights.min() / 10), min(high, heights.max() * 10))
 
 
 def _at_init(study: Study, untrained: pd.DataFrame) -> Figure:
     width, batch = int(untrained["width"].max()), int(untrained["batch"].max())
-    figure = style.new_figure(10.4, 4.6, _init_caption(study, width, batch))
+    figure = style.new_figure(10.4, 4.6, _init_caption(study, untrained, width, batch))
     grid = figure.subplots(2, len(ACTIVATIONS), sharey="row")
     for column, (activation, name) in enumerate(ACTIVATIONS.items()):
         for row, (statistic, x, fixed) in zip(
@@ -305,19 +382,22 @@ def _at_init(study: Study, untrained: pd.DataFrame) -> Figure:
             axes.set_xticks(places, [str(place) for place in places])
             axes.minorticks_off()
             axes.set_xlabel("examples in the batch" if x == "batch" else "units a layer")
-        grid[0][column].axhline(THEORY[activation], color=style.BLACK, lw=0.9, ls=(0, (6, 2)))
+        grid[0][column].axhline(THEORY[activation], **_THEORY)
         grid[0][column].set_title(name)
     grid[0][0].set_ylabel("mean square")
     grid[1][0].set_ylabel("spread (sd of log)")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=4)
+    for row in grid:
+        _log_row(row, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
+    handles, _ = grid[0][0].get_legend_handles_labels()
+    handles.append(Line2D([], [], label="theory, with BN", **_THEORY))
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
     return figure
 
 
 def _draw_curve(axes: Axes, table: pd.DataFrame, x: str, init: str, arm: str) -> None:
     look = _STYLES[arm]
     wide = table.pivot(index="seed", columns=x, values="value")
-    centre, low, high = _band(wide.to_numpy(dtype=np.float64), logarithmic=False)
+    centre, low, high = _band(wide.to_numpy(dtype=np.float64), logarithmic=True)
     marker = None if init == "gaussian" else "o"
     label = f"{ARMS[arm]}, {INITS[init]}"
     axes.plot(
@@ -339,22 +419,36 @@ def _side(estimate: Estimate, low: float, high: float) -> str:
     return "fails" if estimate.high < low or estimate.low > high else "undecided"
 
 
-def _verdicts(one: _Map, at: int, units: int) -> dict[str, str]:
-    """Each part of the conjecture and the whole of it, at record ``at``; ``units`` send."""
+def _verdicts(one: _Map, at: int) -> dict[str, str]:
+    """Each part of the conjecture and the whole of it, at record ``at``; ``undefined`` where a seed's value is.
+
+    An example whose map is not finite is left out of the means, which then are not of all examples: undefined too.
+    """
+    whole = not (one.values["nonfinite"][:, at] > 0).any()
     bars = {
-        "effective_dimension": (DIMENSION * units, math.inf),
+        "effective_dimension": (DIMENSION * one.ideal, math.inf),
+        "rank": (one.count * (1 - 1e-9), math.inf),  # no rank is above K: only K in every seed, at every example, holds
         "mean_square": SQUARE,
         "spread": (-math.inf, SPREAD),
     }
-    found = {PARTS[name]: _side(mean(one.values[name][:, at]), *bar) for name, bar in bars.items()}
+    found = {}
+    for name, bar in bars.items():
+        values = one.values[name][:, at]
+        defined = np.isfinite(values).all() and (whole or name == "effective_dimension")
+        found[PARTS[name]] = _side(mean(values), *bar) if defined else "undefined"
     parts = set(found.values())
-    found["all"] = "fails" if "fails" in parts else "holds" if parts == {"holds"} else "undecided"
-    return found
+    worst = next((word for word in ("fails", "undefined", "undecided") if word in parts), "holds")
+    return found | {"all": worst}
 
 
 def _better(plain: _Map, normalized: _Map, at: int) -> str:
-    """The weaker claim for one pair of maps: ``supported``, ``refuted`` or ``undecided``."""
+    """The weaker claim for one pair of maps: ``supported``, ``refuted``, ``undecided``, or why there is no answer."""
     a, b = normalized.values["spread"][:, at], plain.values["spread"][:, at]
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return "undefined"
+    ranks = normalized.values["rank"][:, at], plain.values["rank"][:, at]
+    if not np.allclose(*ranks, rtol=0, atol=1e-9):
+        return "ranks differ"
     if min(a.min(), b.min()) <= 0:
         return "undecided"
     ratio = log_ratio(a, b)
@@ -363,31 +457,62 @@ def _better(plain: _Map, normalized: _Map, at: int) -> str:
     return "supported" if ratio.high < 0 else "refuted"
 
 
+def _undefined(maps: Sequence[_Map]) -> list[str]:
+    """What has no value in training, each net and map once: ``relu-gaussian-none 1 to 2 (spread)``."""
+    found = []
+    for one in maps:
+        lost = [name for part, name in PARTS.items() if not np.isfinite(one.values[part]).all()]
+        if lost:
+            found.append(f"{_arm(one.key)} {one.layer - 1} to {one.layer} ({', '.join(lost)})")
+    return found
+
+
+def _undefined_at_init(untrained: pd.DataFrame) -> list[str]:
+    """Likewise of untrained nets: ``relu-gaussian-none width 2, batch 16 (spread)``."""
+    lost = untrained[untrained["statistic"].isin(PARTS) & ~np.isfinite(untrained["value"])]
+    found = []
+    for key, rows in lost.groupby(["activation", "init", "normalizer", "width", "batch"], sort=False):
+        names = [name for part, name in PARTS.items() if part in set(rows["statistic"])]
+        found.append(f"{_arm((key[0], key[1], key[2]))} width {key[3]}, batch {key[4]} ({', '.join(names)})")
+    return found
+
+
 # --- saying
 
 
-def _title(study: Study, maps: Sequence[_Map], units: tuple[int, ...]) -> str:
+def _title(study: Study, maps: Sequence[_Map], untrained: pd.DataFrame) -> str:
     normalized = [one for one in maps if one.key[2] == "batch"]
     said = []
     for when, at in (("start", 0), ("end", -1)):
-        verdicts = [_verdicts(one, at, units[one.layer - 2]) for one in normalized]
-        counts = [
-            f"{part} {sum(v[part] == 'holds' for v in verdicts)} hold, {sum(v[part] == 'fails' for v in verdicts)} fail"
-            for part in (*PARTS.values(), "all")
-        ]
+        verdicts = [_verdicts(one, at) for one in normalized]
+        counts = [f"{part} {_count([v[part] for v in verdicts])}" for part in (*PARTS.values(), "all")]
         said.append(f"{when}: {'; '.join(counts)}")
     pairs = [
         _better(next(m for m in maps if m.key == (*one.key[:2], "none") and m.layer == one.layer), one, -1)
         for one in normalized
     ]
-    weaker = ", ".join(f"{word} {pairs.count(word)}" for word in ("supported", "refuted", "undecided"))
+    answers = ("supported", "refuted", "undecided", "ranks differ", "undefined")
+    weaker = ", ".join(f"{word} {pairs.count(word)}" for word in answers if word != "undefined" or word in pairs)
     seeds = "One seed, no intervals" if len(study.seeds) == 1 else f"{len(study.seeds)} seeds"
     return (
         f"Singular values between normalized layers. Conjecture (all 1) for {len(normalized)} maps with BN, by its"
-        f" parts, at the {said[0]}. At the {said[1]}. Weaker claim (spread smaller with BN, at the end): {weaker}."
-        f" {seeds}. Table: start to end, means over the last two maps; dim. is the effective dimension, W's the spread"
-        " of the weights alone"
+        f" parts, at the {said[0]}. At the {said[1]}. Weaker claim (spread smaller with BN, at the end, where the ranks"
+        f" are equal): {weaker}. {seeds}.{_lost(_undefined(maps) + _undefined_at_init(untrained))} Table: start to end,"
+        " means over the last two maps; dim. is the effective dimension, W's the spread of the weights alone"
     )
+
+
+def _count(verdicts: Sequence[str]) -> str:
+    said = f"{verdicts.count('holds')} hold, {verdicts.count('fails')} fail"
+    return said + (f", {verdicts.count('undefined')} undefined" if "undefined" in verdicts else "")
+
+
+def _lost(undefined: Sequence[str], most: int = 6) -> str:
+    """A sentence that names what is not drawn, with a space before; nothing where nothing is."""
+    if not undefined:
+        return ""
+    more = f"; and {len(undefined) - most} more" if len(undefined) > most else ""
+    return f" Undefined (not finite), not drawn: {'; '.join(undefined[:most])}{more}."
 
 
 def _table(maps: Sequence[_Map], weights: Mapping[Key, tuple[float, float]]) -> pd.DataFrame:
@@ -397,7 +522,7 @@ def _table(maps: Sequence[_Map], weights: Mapping[Key, tuple[float, float]]) -> 
 
         def change(name: str, form: str, mine: Sequence[_Map] = mine) -> str:
             first, last = (np.mean([one.values[name][:, at] for one in mine]) for at in (0, -1))
-            return _arrow(*("0" if abs(x) < 1e-6 else f"{x:{form}}" for x in (first, last)))
+            return _arrow(*(_cell(float(x), form) for x in (first, last)))
 
         rows.append(
             (
@@ -405,7 +530,7 @@ def _table(maps: Sequence[_Map], weights: Mapping[Key, tuple[float, float]]) -> 
                 change("effective_dimension", ".0f"),
                 change("mean_square", ".2f"),
                 change("spread", ".2f"),
-                _arrow(*(f"{spread:.2f}" for spread in weights[key])),
+                _arrow(*(_cell(spread, ".2f") for spread in weights[key])),
                 change("rank", ".0f"),
                 change("smallest", ".1g"),
                 change("largest", ".2f"),
@@ -414,6 +539,12 @@ def _table(maps: Sequence[_Map], weights: Mapping[Key, tuple[float, float]]) -> 
         )
     columns = ["net", "dim.", "square", "spread", "W's", "rank", "smallest", "largest", "distance"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def _cell(value: float, form: str) -> str:
+    if not math.isfinite(value):
+        return "undefined"
+    return "0" if abs(value) < 1e-6 else f"{value:{form}}"
 
 
 def _arrow(first: str, last: str) -> str:
@@ -468,29 +599,34 @@ def _caption(study: Study, init: str) -> str:
         "weights, per example with the statistics of the batch frozen. Networks without BN are put in the same form. "
         "Bands are not intervals: they hold 90% and 50% of the nonzero values (k-th largest: median over examples; "
         f"quantiles: geometric mean over seeds), the line is their median, the thin line the largest. {_seeds(study)} "
-        "A ReLU that is off makes a zero, which is left out. The conjecture is the black line at 1. Grey at the right: "
+        "A ReLU that is off makes a zero, which is left out; each panel says how many are nonzero at start and end. "
+        "The conjecture is the black line at 1. Grey at the right: "
         f"square Gaussian matrices alone (Marchenko & Pastur), 90%, 50% and median. {_setting(study)}"
     )
 
 
-def _parts_caption(study: Study, units: tuple[int, ...]) -> str:
-    band = "" if len(study.seeds) == 1 else " Bands: 95% Student t interval over seeds, of logarithms below the top."
+def _parts_caption(study: Study, maps: Sequence[_Map]) -> str:
+    band = "" if len(study.seeds) == 1 else " Bands: 95% Student t interval over seeds, of logarithms in the lower two."
+    units, sample = _units(study)[-2], study.setting("measures", "sample", arm=_arm(("linear", "gaussian", "none")))
     return (
-        "The conjecture in its parts, means over the last two maps. Top: effective dimension (participation ratio of "
-        f"the correlation matrix) of the vectors that enter, of {units[-2]} units; uncorrelated vectors "
-        f"would lie above the dotted line ({DIMENSION:.0%}). Middle: mean squared singular value; the conjecture asks "
-        "for the grey band, theory for wide layers with BN at the start gives the dashed line. Bottom: standard "
-        f"deviation of the logarithm of the nonzero singular values; the conjecture asks for less than the dotted grey "
-        f"line ({SPREAD:g}), square Gaussian matrices alone have the dotted black one. {_seeds(study)}{band} "
-        f"{_setting(study)}"
+        "The conjecture in its parts, means of the last two maps. Top: effective dimension (participation ratio of "
+        f"the correlation matrix) of the vectors that enter, of {units} units; {units} independent units show "
+        f"1/(1/C + 1/N) = {independent_dimension(units, sample):.0f} in N = {sample} examples, and the dotted line is "
+        f"{DIMENSION:.0%} of what they show. Second: rank as a share of the K = min(P, Q) singular values; the "
+        "conjecture asks for all of them. Third: mean squared singular value; the conjecture asks for the grey band; "
+        "theory for wide layers with BN at the start gives the dashed line. Bottom: standard deviation of the log of "
+        "the nonzero singular values, which are fewer where the rank is lower; the conjecture asks for less than the "
+        f"dotted grey line ({SPREAD:g}), square Gaussian matrices alone have the dotted black one. "
+        f"{_seeds(study)}{band}{_lost(_undefined(maps))} {_setting(study)}"
     )
 
 
-def _init_caption(study: Study, width: int, batch: int) -> str:
-    band = "" if len(study.seeds) == 1 else " Bands: 95% Student t interval over seeds."
+def _init_caption(study: Study, untrained: pd.DataFrame, width: int, batch: int) -> str:
+    band = "" if len(study.seeds) == 1 else " Bands: 95% Student t interval over seeds, of logarithms."
     return (
         f"Untrained networks, means over maps and examples. Top: mean squared singular value, {width} units a layer, "
         "against the batch whose statistics are used; dashed: theory for wide layers and large batches with BN: "
         "E[g' squared] / Var[g] for a standard normal input, 1, 1.0336, 1.1778 and pi/(pi - 1). Vectors of d "
-        f"effective dimensions raise it by about 2/d. Bottom: spread, batches of {batch}. {_seeds(study)}{band}"
+        f"effective dimensions raise it by about 2/d. Bottom: spread of the nonzero values, batches of {batch}. "
+        f"{_seeds(study)}{band}{_lost(_undefined_at_init(untrained))}"
     )

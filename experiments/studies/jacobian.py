@@ -2,9 +2,10 @@
 
 Section 3.3 of the paper: if the normalized vectors of two layers are uncorrelated and the map between them is about
 linear, Cov[z-hat] = J Cov[x-hat] J^T gives J J^T = I, all singular values 1, which preserves gradients. The conjecture
-is taken apart. Its *premise*: how many dimensions x-hat has. Its *mean square*: whether the singular values are 1 on
-average. Its *spread*: whether they are equal. Networks without BN are measured in the same form, from normalized vector
-to normalized vector, so that BN is judged by what it changes and not by the scale it sets.
+is taken apart. Its *premise*: how many dimensions x-hat has. Its *rank*: whether no singular value is 0. Its *mean
+square*: whether they are 1 on average. Its *spread*: whether those that are not 0 are equal. Networks without BN are
+measured in the same form, from normalized vector to normalized vector, so that BN is judged by what it changes and not
+by the scale it sets.
 
 Arms are the nonlinearity, the law of the initial weights, and BN or not: ``tanh-gaussian-batch``. One more, ``init``,
 trains nothing: networks of several widths at their initialization, seen with batches of several sizes, where theory
@@ -233,12 +234,17 @@ STUDY = Study(
         "the same of untrained networks at several widths and batch sizes",
     ),
     rule=(
-        "The conjecture (all singular values 1) has three parts, judged per nonlinearity, law of weights and map, at"
-        " the start and at the end of training, over seeds. Premise: effective dimension above 0.9 of the units. Mean"
-        " square: between 0.9 and 1.1. Spread: below 0.1. A part holds, or fails, where the whole 95% interval says so;"
-        " else it is undecided. The conjecture holds where all three do and is refuted where one fails. The weaker"
-        " claim (better behaved with BN) is supported where the spread's ratio with to without BN, paired by seed, is"
-        " below 1 with its interval, refuted where it is above."
+        "The conjecture (all singular values 1) has four parts, judged per nonlinearity, law of weights and map, at"
+        " the start and at the end of training, over seeds. Premise: effective dimension above 0.9 of 1/(1/C + 1/N),"
+        " which is what C independent units of unit variance show in N examples (500 examples of 100 units: 83)."
+        " Rank: all K = min(P, Q) singular values nonzero, at every example, in every seed. Mean square: between 0.9"
+        " and 1.1. Spread (of the nonzero values): below 0.1. A part holds, or fails, where the whole 95% interval says"
+        " so; else it is undecided, and undefined where a value is not finite. The conjecture holds where all four do"
+        " and is refuted where one fails. The weaker claim (better behaved with BN) is supported where the spread's"
+        " ratio with to without BN, paired by seed, is below 1 with its interval, refuted where it is above; only where"
+        " the ranks of both are equal, else the two spreads are over different numbers of values. An earlier form of"
+        " this rule put the premise's bar at 0.9 C, which independent units seen in N examples do not reach, and did"
+        " not judge the rank."
     ),
     control=(
         "Both networks are put in the same form, so that a scale set by BN is no merit. Linear networks with orthogonal"
