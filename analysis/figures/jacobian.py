@@ -229,7 +229,7 @@ def _distributions(study: Study, maps: Sequence[_Map], init: str) -> Figure:
         Line2D([], [], color=style.BLACK, lw=0.8, label="conjecture"),
         Line2D([], [], color=style.GREY, lw=4.5, label="Gaussian matrices alone"),
     ]
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
+    figure.legend(handles=handles, loc="outside upper left", ncols=4)
     return figure
 
 
@@ -301,7 +301,7 @@ def _parts(study: Study, maps: Sequence[_Map]) -> Figure:
     names = ("effective dimension", "rank / K", "mean square", "spread (sd of log)")
     for row, label in zip(grid, names, strict=True):
         row[0].set_ylabel(label)
-    _log_row(grid[-2], (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
+    _log_row(grid[-2])
     _log_row(grid[-1])
     for axes in grid[-1]:
         axes.set_xlabel("training steps")
@@ -349,14 +349,19 @@ def _band(values: Floats, *, logarithmic: bool) -> tuple[Floats, Floats, Floats]
     return centre, low, high
 
 
-def _log_row(row: Sequence[Axes], subs: Sequence[float] = (1.0, 2.0, 5.0)) -> None:
+def _log_row(row: Sequence[Axes]) -> None:
     """Logarithmic axes that reach no farther than a factor of 10 beyond the lines, however wide a band is."""
     for axes in row:
-        _log_axis(axes, subs)
+        axes.set_yscale("log")
     heights = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for axes in row for line in axes.lines])
     heights = heights[np.isfinite(heights) & (heights > 0)]
     low, high = row[0].get_ylim()
-    row[0].set_ylim(max(low, heights.min() / 10), min(high, heights.max() * 10))
+    low, high = max(low, heights.min() / 10), min(high, heights.max() * 10)
+    row[0].set_ylim(low, high)
+    decades = math.log10(high / low)
+    subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if decades < 1.3 else (1.0, 2.0, 5.0) if decades < 3.5 else (1.0,)
+    for axes in row:
+        _log_axis(axes, subs)
 
 
 def _at_init(study: Study, untrained: pd.DataFrame) -> Figure:
@@ -380,6 +385,7 @@ def _at_init(study: Study, untrained: pd.DataFrame) -> Figure:
             axes.set_xscale("log", base=2)
             places = sorted(untrained[x].unique())
             axes.set_xticks(places, [str(place) for place in places])
+            axes.set_xlim(places[0] / 1.15, places[-1] * 1.15)
             axes.minorticks_off()
             axes.set_xlabel("examples in the batch" if x == "batch" else "units a layer")
         grid[0][column].axhline(THEORY[activation], **_THEORY)
@@ -387,7 +393,7 @@ def _at_init(study: Study, untrained: pd.DataFrame) -> Figure:
     grid[0][0].set_ylabel("mean square")
     grid[1][0].set_ylabel("spread (sd of log)")
     for row in grid:
-        _log_row(row, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
+        _log_row(row)
     handles, _ = grid[0][0].get_legend_handles_labels()
     handles.append(Line2D([], [], label="theory, with BN", **_THEORY))
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
@@ -541,6 +547,11 @@ def _table(maps: Sequence[_Map], weights: Mapping[Key, tuple[float, float]]) -> 
     return pd.DataFrame(rows, columns=columns)
 
 
+def _zeros(drawn: Sequence[Floats]) -> str:
+    """A sentence where a number that is drawn by its logarithm has none; a single value has spread 0."""
+    return " A spread or square of 0 has no logarithm and no place." if any((one == 0).any() for one in drawn) else ""
+
+
 def _cell(value: float, form: str) -> str:
     if not math.isfinite(value):
         return "undefined"
@@ -607,26 +618,28 @@ def _caption(study: Study, init: str) -> str:
 
 def _parts_caption(study: Study, maps: Sequence[_Map]) -> str:
     band = "" if len(study.seeds) == 1 else " Bands: 95% Student t interval over seeds, of logarithms in the lower two."
+    zeros = _zeros([one.values[name] for one in maps for name in LOGARITHMIC])
     units, sample = _units(study)[-2], study.setting("measures", "sample", arm=_arm(("linear", "gaussian", "none")))
     return (
         "The conjecture in its parts, means of the last two maps. Top: effective dimension (participation ratio of "
         f"the correlation matrix) of the vectors that enter, of {units} units; {units} independent units show "
-        f"1/(1/C + 1/N) = {independent_dimension(units, sample):.0f} in N = {sample} examples, and the dotted line is "
+        f"1/(1/C + 1/N) = {independent_dimension(units, sample):.3g} in N = {sample} examples, and the dotted line is "
         f"{DIMENSION:.0%} of what they show. Second: rank as a share of the K = min(P, Q) singular values; the "
         "conjecture asks for all of them. Third: mean squared singular value; the conjecture asks for the grey band; "
         "theory for wide layers with BN at the start gives the dashed line. Bottom: standard deviation of the log of "
         "the nonzero singular values, which are fewer where the rank is lower; the conjecture asks for less than the "
         f"dotted grey line ({SPREAD:g}), square Gaussian matrices alone have the dotted black one. "
-        f"{_seeds(study)}{band}{_lost(_undefined(maps))} {_setting(study)}"
+        f"{_seeds(study)}{band}{_lost(_undefined(maps))}{zeros} {_setting(study)}"
     )
 
 
 def _init_caption(study: Study, untrained: pd.DataFrame, width: int, batch: int) -> str:
     band = "" if len(study.seeds) == 1 else " Bands: 95% Student t interval over seeds, of logarithms."
+    zeros = _zeros([untrained[untrained["statistic"].isin(LOGARITHMIC)]["value"].to_numpy(dtype=np.float64)])
     return (
         f"Untrained networks, means over maps and examples. Top: mean squared singular value, {width} units a layer, "
         "against the batch whose statistics are used; dashed: theory for wide layers and large batches with BN: "
         "E[g' squared] / Var[g] for a standard normal input, 1, 1.0336, 1.1778 and pi/(pi - 1). Vectors of d "
         f"effective dimensions raise it by about 2/d. Bottom: spread of the nonzero values, batches of {batch}. "
-        f"{_seeds(study)}{band}{_lost(_undefined_at_init(untrained))}"
+        f"{_seeds(study)}{band}{_lost(_undefined_at_init(untrained))}{zeros}"
     )

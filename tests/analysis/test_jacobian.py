@@ -255,6 +255,12 @@ def test_what_is_undefined_is_named_and_the_rest_is_drawn(tmp_path: Path) -> Non
     assert "sigmoid-orthogonal-none 1 to 2 (premise, rank, mean square, spread)" in found.title
     assert "relu-gaussian-none width 50, batch 16 (spread)" in found.title
     assert "spread 0 hold, 14 fail, 2 undefined" in found.title
+    study = load_study(folder)
+    every = [one for key in product(ACTIVATIONS, INITS, ARMS) for one in jacobian._maps(study, key)]
+    assert named in jacobian._parts_caption(study, every)
+    assert "A spread or square of 0 has no logarithm" in jacobian._parts_caption(study, every)
+    caption = jacobian._init_caption(study, jacobian._untrained(study), 100, 64)
+    assert "relu-gaussian-none width 50, batch 16 (spread)" in caption
     table = found.table.set_index("net")
     assert table.loc["ReLU Gaussian BN", "spread"] == "undefined\N{RIGHTWARDS ARROW}undefined"
     assert table.loc["ReLU Gaussian", "spread"] == "0.80\N{RIGHTWARDS ARROW}0.80"
