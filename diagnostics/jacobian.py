@@ -141,23 +141,30 @@ class Jacobian:
         return of_a_map.spectrum(self.dense(limit=limit, chunk=chunk))
 
     def product(self, index: int = 0) -> Callable[[Tensor], Tensor]:
-        """V (Q,) -> J v (P,) for the Jacobian number ``index``, by differentiating v -> J^T u once more."""
+        """V (Q,) -> J v (P,), or (b, Q) -> (b, P) by a vectorized pass, for the Jacobian number ``index``.
+
+        By differentiating v -> J^T u once more.
+        """
 
         def product(vector: Tensor) -> Tensor:
             dummy, pulled = self._transposed()
             (found,) = torch.autograd.grad(
-                pulled, dummy, self._embed(vector, self.perturbation, index), retain_graph=True
+                pulled,
+                dummy,
+                self._embed(vector, self.perturbation, index),
+                retain_graph=True,
+                is_grads_batched=vector.ndim > 1,
             )
-            return self._extract(found, index)
+            return self._extract(found, index, self.output)
 
         return product
 
     def transposed_product(self, index: int = 0) -> Callable[[Tensor], Tensor]:
-        """U (P,) -> J^T u (Q,) for the Jacobian number ``index``."""
+        """U (P,) -> J^T u (Q,), or (b, P) -> (b, Q), for the Jacobian number ``index``."""
 
         def product(vector: Tensor) -> Tensor:
-            (found,) = self._vjp(self._embed(vector, self.output, index))
-            return self._extract(found, index)
+            (found,) = self._vjp(self._embed(vector, self.output, index), batched=vector.ndim > 1)
+            return self._extract(found, index, self.perturbation)
 
         return product
 
@@ -169,8 +176,13 @@ class Jacobian:
         generator: torch.Generator,
         tolerance: float = 1e-3,
         max_steps: int = 300,
+        batched: bool = True,
     ) -> list[Extremes]:
-        """The k largest or smallest values of each matrix, see `diagnostics.spectrum.extremes`."""
+        """The k largest or smallest values of each matrix, see `diagnostics.spectrum.extremes`.
+
+        ``batched`` takes k + 1 products at once by a vectorized pass; False is a plain loop, for a network one of whose
+        operations cannot be vectorized.
+        """
         return [
             of_a_map.extremes(
                 self.product(index),
@@ -181,6 +193,7 @@ class Jacobian:
                 generator=generator,
                 tolerance=tolerance,
                 max_steps=max_steps,
+                batched=batched,
             )
             for index in range(self.matrices)
         ]
@@ -219,15 +232,16 @@ class Jacobian:
         return self._forward
 
     def _embed(self, vector: Tensor, like: Tensor, index: int) -> Tensor:
-        vector = vector.to(like)
+        vector, many = vector.to(like), vector.shape[:-1]
         if self.mode == "batch":
-            return vector.reshape(like.shape)
-        whole = torch.zeros_like(like)
-        whole[index] = vector.reshape(like.shape[1:])
+            return vector.reshape(*many, *like.shape)
+        whole = like.new_zeros((*many, *like.shape))
+        whole.select(len(many), index).copy_(vector.reshape(*many, *like.shape[1:]))
         return whole
 
-    def _extract(self, whole: Tensor, index: int) -> Tensor:
-        return whole.reshape(-1) if self.mode == "batch" else whole[index].reshape(-1)
+    def _extract(self, whole: Tensor, index: int, like: Tensor) -> Tensor:
+        many = whole.shape[: whole.ndim - like.ndim]
+        return (whole if self.mode == "batch" else whole.select(len(many), index)).reshape(*many, -1)
 
     def _check_dependence(self) -> None:
         first = torch.zeros_like(self.output)
@@ -281,14 +295,19 @@ def extreme_values(
     generator: torch.Generator,
     tolerance: float = 1e-3,
     max_steps: int = 300,
+    batched: bool = True,
 ) -> list[Extremes]:
     """The ``k`` largest or smallest singular values at ``x`` (N, ...), without the matrix: one result an example.
+
+    ``batched`` as in `Jacobian.extremes`.
 
     Raises:
         ValueError: As `Jacobian` and `diagnostics.spectrum.extremes`.
     """
     found = _graph(apply, x, mode)
-    return found.extremes(k, which=which, generator=generator, tolerance=tolerance, max_steps=max_steps)
+    return found.extremes(
+        k, which=which, generator=generator, tolerance=tolerance, max_steps=max_steps, batched=batched
+    )
 
 
 def mean_squares(
@@ -576,7 +595,7 @@ class LayerJacobian:
     def _dense(self, one: LayerMap, mode: str) -> list[Rows]:
         found = one.jacobian.singular_values(limit=self.limit)
         finite = ~found.values[:, 0].isnan()
-        kept = Spectrum(found.values[finite].cpu(), found.shape)
+        kept = Spectrum(found.values[finite].cpu(), found.shape, found.eps)
         names = ("rank", "spread", "mean_square", "smallest", "largest", "distance")
         whole = (
             {name: _mean(getattr(kept, name)) for name in names} if len(kept.values) else dict.fromkeys(names, math.nan)

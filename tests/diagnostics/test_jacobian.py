@@ -182,6 +182,64 @@ def test_the_matrix_free_way_agrees_with_the_dense_one(mode):
         assert square.standard_error < 0.1 * float(wanted)
 
 
+def test_zeros_of_a_relu_are_found_matrix_free():
+    torch.manual_seed(1)
+    layer = nn.Sequential(nn.ReLU(), nn.Linear(100, 100))
+    x = torch.randn(2, 100)
+    dense = singular_values(layer, x)
+    assert ((dense.values < 1e-5).sum(-1) > 40).all()
+    for found in extreme_values(layer, x, 3, which="smallest", generator=rng()):
+        assert found.values.tolist() == pytest.approx([0, 0, 0], abs=1e-5)
+        assert found.converged
+
+
+def test_values_of_a_convolution_are_found_as_often_as_they_occur():
+    """Groups that share their weights have every value as often as there are groups."""
+    conv = nn.Conv2d(4, 8, 3, groups=4, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        conv.weight.copy_(randn(2, 1, 3, 3).repeat(4, 1, 1, 1))
+    x = randn(1, 4, 6, 6)
+    dense = singular_values(conv, x).values[0]
+    assert dense[3] == pytest.approx(float(dense[0]))
+    (found,) = extreme_values(conv, x, 6, generator=rng(), tolerance=1e-6)
+    assert found.converged
+    assert found.values.tolist() == pytest.approx(dense[:6].tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["per_example", "batch"])
+def test_products_take_many_vectors_at_once_or_one_at_a_time(mode):
+    apply, x = two_layers(), randn(3, 4)
+    perturbation = torch.zeros_like(x, requires_grad=True)
+    jacobian = Jacobian(perturbation, apply(x + perturbation), mode)
+    index = 0 if mode == "batch" else 1
+    matrix = jacobian.dense()[index]
+    rows, columns = matrix.shape
+    v, u = randn(5, columns, seed=1), randn(5, rows, seed=2)
+    assert torch.allclose(jacobian.product(index)(v), v @ matrix.T)
+    assert torch.allclose(jacobian.transposed_product(index)(u), u @ matrix)
+    assert torch.allclose(jacobian.product(index)(v[2]), matrix @ v[2])
+    assert torch.allclose(jacobian.transposed_product(index)(u[2]), u[2] @ matrix)
+
+
+def test_a_network_that_cannot_be_vectorized_is_looped_over():
+    class Own(torch.autograd.Function):  # its backward asks for a number, which a vectorized pass has many of
+        @staticmethod
+        def forward(ctx, v):
+            return 2 * v
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad if float(grad.detach().abs().sum()) >= 0 else grad
+
+    apply, x = (lambda v: Own.apply(two_layers()(v))), randn(3, 4)
+    wanted = 2 * singular_values(two_layers(), x).values[:, :2]
+    found = extreme_values(apply, x, 2, generator=rng(), batched=False)
+    for one, values in zip(found, wanted, strict=True):
+        assert one.values.tolist() == pytest.approx(values.tolist())
+    with pytest.raises(RuntimeError, match="vmap|[Bb]atching"):
+        extreme_values(apply, x, 2, generator=rng())
+
+
 def test_matrix_free_options_are_heeded():
     weight, x = randn(60, 60), randn(1, 60, seed=1)
     ask = {"generator": rng()}

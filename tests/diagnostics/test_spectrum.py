@@ -81,6 +81,32 @@ def test_a_matrix_that_is_not_finite_is_nan_and_its_neighbours_are_not():
     assert found.values[2].tolist() == spectrum(matrices[2]).values.tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_rank_is_by_the_rounding_of_the_matrices_own_type(dtype):
+    """What rounding of a matrix of rank 1 leaves is no rank, whatever the type it is decomposed in."""
+    one = torch.randn(2, 20, 1, generator=rng()) @ torch.randn(2, 1, 20, generator=rng(1))
+    found = spectrum(one.to(dtype) if dtype != torch.float64 else one.double())
+    assert found.eps == torch.finfo(dtype).eps
+    if dtype != torch.float64:
+        assert found.rank.tolist() == [1, 1]
+    least = found.values[0, 0] * 20 * torch.finfo(dtype).eps
+    assert float(found.rank[0]) == int((found.values[0] > least).sum())
+
+
+def test_matrices_are_decomposed_few_at_a_time(monkeypatch):
+    matrices = torch.randn(5, 3, 30, 20, generator=rng(), dtype=torch.float64)
+    matrices[2, 1, 0, 0] = math.inf
+    usual = spectrum(matrices)
+    groups, kept = [], torch.linalg.svdvals
+    monkeypatch.setattr(torch.linalg, "svdvals", lambda a: groups.append(len(a)) or kept(a))
+    monkeypatch.setattr("diagnostics.spectrum.WORKSPACE", 4 * 30 * 20 * 8)
+    cut = spectrum(matrices)
+    assert groups == [4, 4, 4, 3]
+    assert cut.values.shape == (5, 3, 20)
+    assert torch.equal(usual.values.nan_to_num(-1), cut.values.nan_to_num(-1))
+    assert spectrum(matrices[:0]).values.shape == (0, 3, 20)
+
+
 def test_gaussian_weights_fill_the_interval_of_marchenko_and_pastur():
     rows, columns = 400, 900
     matrix = torch.randn(rows, columns, generator=rng(), dtype=torch.float64) / math.sqrt(columns)
@@ -160,6 +186,86 @@ def test_zeros_are_found_at_the_end():
     assert of(torch.zeros(4, 4, dtype=torch.float64), 2).values.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("copies", [2, 5])
+@pytest.mark.parametrize("which", ["largest", "smallest"])
+@pytest.mark.parametrize("max_steps", [120, 300])
+def test_a_value_is_found_as_often_as_it_occurs(copies, which, max_steps):
+    """From one starting vector each would be found once."""
+    values = np.sort(np.repeat([9.0, 7.0, *np.linspace(3, 5, 30), 1.5, 1.0], copies))[::-1].tolist()
+    matrix = planted(values, len(values) + 9, len(values))
+    for k in range(1, 6):
+        found = of(matrix, k, which=which, max_steps=max_steps, tolerance=1e-6)
+        wanted = values[:k] if which == "largest" else values[-k:]
+        assert found.converged or (k > 4 and which == "largest") or max_steps == 120
+        if found.converged:
+            assert found.values.tolist() == pytest.approx(wanted, rel=1e-5), k
+
+
+@pytest.mark.parametrize("start", range(5))
+def test_what_two_zeros_hide_in_is_searched_to_the_end(start):
+    matrix = planted([*np.linspace(1, 0.5, 98), 0.0, 0.0], 100, 100)
+    found = of(matrix, 3, which="smallest", generator=rng(start))
+    assert found.values.tolist() == pytest.approx([0.5, 0, 0], abs=1e-9)
+    assert (found.converged, found.steps) == (True, 100)
+
+
+def test_small_values_are_found_to_their_own_digits_or_not_said_to_be():
+    """Residuals that vanish beside the largest value say nothing of values that are a millionth of it."""
+    values = np.logspace(0, -6, 200).tolist()
+    matrix = planted(values, 200, 200)
+    whole = of(matrix, 5, which="smallest")
+    assert whole.converged
+    assert whole.values.tolist() == pytest.approx(values[-5:], rel=1e-6)
+    part = of(matrix, 5, which="smallest", max_steps=100)
+    assert not part.converged
+    assert part.values[-1] > 2 * values[-1]
+    assert (part.residuals <= 1e-3).any()  # beside the largest they would have been enough
+
+
+def test_the_smallest_of_a_larger_map_are_found_where_they_stand_apart():
+    values = [*np.linspace(2, 1, 200), 0.01, 0.0, 0.0]
+    matrix = planted(values, 203, 203)
+    found = of(matrix, 3, which="smallest", max_steps=120)
+    assert found.converged
+    assert found.steps < 203
+    assert found.values.tolist() == pytest.approx([0.01, 0, 0], abs=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e160])
+@pytest.mark.parametrize("which", ["largest", "smallest"])
+def test_values_near_the_ends_of_the_floating_point_range_keep_their_digits(scale, which):
+    matrix = torch.randn(30, 20, generator=rng(), dtype=torch.float64)
+    found, usual = of(matrix * scale, 3, which=which), of(matrix, 3, which=which)
+    assert (found.values / scale).tolist() == pytest.approx(usual.values.tolist(), rel=1e-9)
+    assert (found.residuals <= 1e-3 * found.values[0]).all()
+    assert found.converged
+
+
+def test_a_residual_is_judged_beside_what_the_products_can_tell():
+    """In single precision a value of a ten millionth of the largest is zero."""
+    matrix = planted([*np.linspace(2, 1, 60), 0.0], 61, 61, dtype=torch.float32)
+    found = extremes(lambda v: matrix @ v.float(), lambda u: matrix.T @ u.float(), (61, 61), 2, which="smallest",
+                     generator=rng())  # fmt: skip
+    assert found.converged
+    assert found.values.tolist() == pytest.approx([1, 0], abs=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(30, 50), (50, 30)])
+def test_products_with_many_vectors_at_once_change_nothing(shape):
+    matrix = torch.randn(*shape, generator=rng(), dtype=torch.float64)
+    asked = []
+
+    def product(vectors):
+        asked.append(tuple(vectors.shape))
+        return vectors @ matrix.T
+
+    many = extremes(product, lambda u: u @ matrix, shape, 3, generator=rng(5), batched=True)
+    one = of(matrix, 3)
+    assert many.values.tolist() == pytest.approx(one.values.tolist(), rel=1e-12)
+    assert (many.products, many.steps) == (one.products, one.steps)
+    assert asked[0] == (4, shape[1])
+
+
 def test_the_generator_is_where_the_start_comes_from():
     matrix = torch.randn(60, 60, generator=rng(), dtype=torch.float64)
     ask = {"tolerance": 1.0, "max_steps": 3}
@@ -198,6 +304,15 @@ def test_the_mean_square_is_unbiased_and_its_standard_error_true():
     gram = matrix.T @ matrix
     law = math.sqrt(2 * float(gram.square().sum() - gram.diagonal().square().sum()) / 16) / 20
     assert values.std(ddof=1) == pytest.approx(law, rel=0.15)
+
+
+def test_at_rank_one_the_error_of_few_samples_is_as_skewed_as_is_said():
+    row = torch.randn(1, 200, generator=rng(), dtype=torch.float64)
+    true = float(row.square().sum())
+    found = [mean_square(lambda v: row @ v, (1, 200), samples=32, generator=rng(seed)) for seed in range(400)]
+    z = np.array([(one.value - true) / one.standard_error for one in found])
+    assert 1.1 < z.std() < 1.6
+    assert np.median(z) < 0
 
 
 def test_more_samples_leave_less_doubt():
