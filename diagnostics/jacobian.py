@@ -25,12 +25,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.hooks import RemovableHandle
 
 from diagnostics import spectrum as of_a_map
@@ -55,6 +56,7 @@ Form = Literal["normalized", "preactivation"]
 Method = Literal["dense", "matrix_free"]
 LIMIT = 2**30  # bytes
 CHUNK = 64  # rows of the Jacobian that are computed at once
+_OTHERS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, _InstanceNorm)
 
 
 class Jacobian:
@@ -67,8 +69,9 @@ class Jacobian:
         examples: How many examples have their Jacobian taken, the first ones; None for all.
 
     Raises:
-        ValueError: If the output does not depend on the perturbation, the numbers of examples differ, or in
-            ``per_example`` mode one example's output depends on another's input (statistics that are not frozen).
+        ValueError: If the output does not depend on the perturbation (says whether it is constant, or was computed
+            under no_grad or inference_mode), the numbers of examples differ, or in ``per_example`` mode one example's
+            output depends on another's input (statistics that are not frozen).
     """
 
     def __init__(self, perturbation: Tensor, output: Tensor, mode: Mode, examples: int | None = None) -> None:
@@ -80,8 +83,10 @@ class Jacobian:
         self.perturbation, self.output, self.mode = perturbation, output, mode
         self.count = len(output) if examples is None else min(examples, len(output))
         self._forward: tuple[Tensor, Tensor] | None = None
+        self._path: tuple[int, int] | None = None
         if mode == "batch" and self.count < len(output):
             raise ValueError("a batch Jacobian is that of the whole batch: examples means nothing beside it")
+        _check_differentiable(perturbation, output)
         self._check_dependence()
 
     @property
@@ -98,26 +103,42 @@ class Jacobian:
 
     @property
     def bytes(self) -> int:
-        """What the dense matrices, a chunk of rows at full batch and the singular values' workspace take."""
+        """What `dense` and `singular_values` take at most, see `memory`."""
+        return self.memory()
+
+    def memory(self, chunk: int = CHUNK) -> int:
+        """Bytes that are taken at most: the matrices, and beside them the rows at work or the decomposition's copies.
+
+        A chunk of rows has the whole batch's cotangents, their gradients at everything that was computed on the way,
+        and those at the perturbation; each is counted as if it were kept till the end, and the largest once more for
+        what an operation needs in between. All of it is known before any of it is taken.
+        """
         rows, columns = self.shape
-        chunk = min(CHUNK, rows) * self.perturbation.numel()
-        return (self.matrices * rows * columns + chunk + rows * columns) * self.output.element_size()
+        size = self.output.element_size()
+        every, largest = self._on_the_way()
+        wide = 2 * self.output.numel() + every + 2 * largest + 2 * self.perturbation.numel()
+        at_work = min(max(1, chunk), rows) * wide * size
+        one = rows * columns * max(4, size)
+        copied = 2 * max(one, min(of_a_map.WORKSPACE, self.matrices * one))
+        return self.matrices * (rows * columns + min(rows, columns)) * size + max(at_work, copied)
 
     def dense(self, *, limit: int = LIMIT, chunk: int = CHUNK) -> Tensor:
         """All matrices: (n, P, Q), or (1, NP, NQ), on the output's device.
 
         Args:
-            limit: Bytes that may be taken, see `bytes`.
+            limit: Bytes that may be taken, see `memory`.
             chunk: Rows computed at once, by a vectorized backward. 1 is a plain loop, for a network one of whose
                 operations cannot be vectorized.
 
         Raises:
             ValueError: If it would take more than ``limit``; says how much, and what takes less.
         """
-        if self.bytes > limit:
+        needed = self.memory(chunk)
+        if needed > limit:
             raise ValueError(
-                f"{self.matrices} dense Jacobian(s) of {self.shape[0]} x {self.shape[1]} take {self.bytes / 2**20:.0f}"
-                f" MiB, the limit is {limit / 2**20:.0f} MiB: raise limit, take fewer examples, or go matrix-free"
+                f"{self.matrices} dense Jacobian(s) of {self.shape[0]} x {self.shape[1]} take up to"
+                f" {needed / 2**20:.0f} MiB at {min(max(1, chunk), self.shape[0])} rows at once, the limit is"
+                f" {limit / 2**20:.0f} MiB: raise limit, take fewer examples, or go matrix-free"
                 " (extreme_values and mean_squares; in a probe method='matrix_free')"
             )
         rows, columns = self.shape
@@ -126,14 +147,14 @@ class Jacobian:
             stop = min(rows, start + max(1, chunk))
             cotangents = self._cotangents(start, stop)
             if chunk <= 1:
-                (grad,) = self._vjp(cotangents[0])
-                grads = grad[None]
+                grads = self._vjp(cotangents[0])[0][None]
             else:
                 (grads,) = self._vjp(cotangents, batched=True)
             if self.mode == "batch":
                 found[0, start:stop] = grads.reshape(stop - start, columns)
             else:
                 found[:, start:stop] = grads[:, : self.count].reshape(stop - start, self.count, columns).transpose(0, 1)
+            del cotangents, grads  # before the next ones are made
         return found
 
     def singular_values(self, *, limit: int = LIMIT, chunk: int = CHUNK) -> Spectrum:
@@ -146,7 +167,7 @@ class Jacobian:
         By differentiating v -> J^T u once more.
         """
 
-        def product(vector: Tensor) -> Tensor:
+        def multiply(vector: Tensor) -> Tensor:
             dummy, pulled = self._transposed()
             (found,) = torch.autograd.grad(
                 pulled,
@@ -157,16 +178,16 @@ class Jacobian:
             )
             return self._extract(found, index, self.output)
 
-        return product
+        return multiply
 
     def transposed_product(self, index: int = 0) -> Callable[[Tensor], Tensor]:
         """U (P,) -> J^T u (Q,), or (b, P) -> (b, Q), for the Jacobian number ``index``."""
 
-        def product(vector: Tensor) -> Tensor:
+        def multiply(vector: Tensor) -> Tensor:
             (found,) = self._vjp(self._embed(vector, self.output, index), batched=vector.ndim > 1)
             return self._extract(found, index, self.perturbation)
 
-        return product
+        return multiply
 
     def extremes(
         self,
@@ -210,7 +231,7 @@ class Jacobian:
             self.output, self.perturbation, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
         )
         if grads[0] is None:
-            raise ValueError("the second point does not depend on the first: is their order the network's?")
+            raise ValueError(f"{_APART}, though on something else")
         return grads
 
     def _cotangents(self, start: int, stop: int) -> Tensor:
@@ -244,21 +265,79 @@ class Jacobian:
         return (whole if self.mode == "batch" else whole.select(len(many), index)).reshape(*many, -1)
 
     def _check_dependence(self) -> None:
-        first = torch.zeros_like(self.output)
-        size = first[0].numel()
-        first[0] = torch.linspace(0.5, 1, size, dtype=first.dtype, device=first.device).reshape(first.shape[1:])
-        (grad,) = self._vjp(first)
-        if self.mode == "per_example" and bool((grad[1:].nan_to_num(0, 0, 0) != 0).any()):
-            raise ValueError(
-                "examples are coupled: the first one's output depends on the others' inputs (statistics of the batch"
-                " that are not frozen). Take mode 'batch', or freeze them"
-            )
+        """Whether any example's output depends on another's input: each pair of them is parted by a bit of its number.
+
+        Random cotangents of the examples whose bit is set, and then of the others, must leave no gradient at the rest.
+        """
+        generator = torch.Generator().manual_seed(0)
+        random = torch.randn(self.output.shape, generator=generator).to(self.output)
+        numbers = torch.arange(len(random), device=random.device)
+        if self.mode == "batch" or len(random) == 1:
+            self._vjp(random)
+            return
+        for bit, side in product(range((len(random) - 1).bit_length()), (0, 1)):
+            asked = (numbers >> bit) % 2 == side
+            (grad,) = self._vjp(random * asked.reshape(-1, *(1,) * (random.ndim - 1)))
+            if bool((grad[~asked].nan_to_num(0, 0, 0) != 0).any()):
+                raise ValueError(
+                    "examples are coupled: an example's output depends on the others' inputs (statistics of the batch"
+                    " that are not frozen). Take mode 'batch', or freeze them"
+                )
+
+    def _on_the_way(self) -> tuple[int, int]:
+        """Entries of the gradients at all that was computed from the perturbation to the output, and at the largest."""
+        if self._path is None:
+            sizes = [
+                sum(math.prod(one.shape) for one in getattr(node, "_input_metadata", ()))
+                for node in _between(self.perturbation, self.output)
+            ]
+            self._path = sum(sizes), max(sizes, default=0)
+        return self._path
+
+
+_APART = "the second point does not depend on the first"
+
+
+def _check_differentiable(perturbation: Tensor, output: Tensor) -> None:
+    """Raises: ValueError that says why there is no derivative, in place of autograd's that says an element has none."""
+    if perturbation.is_inference() or output.is_inference():
+        raise ValueError("an end was computed under torch.inference_mode, which keeps nothing to differentiate")
+    if not perturbation.requires_grad:
+        raise ValueError("the perturbation must require a gradient")
+    if not output.requires_grad:
+        raise ValueError(f"{_APART}: it is constant, or was computed under torch.no_grad or from detached values")
+
+
+def _between(source: Tensor, output: Tensor) -> list[Any]:
+    """The nodes of autograd's graph from which ``source`` can be reached, the ones that a backward pass visits."""
+    end = source.grad_fn
+    leads: dict[Any, bool] = {}
+    todo: list[tuple[Any, bool]] = [(output.grad_fn, False)]
+    while todo:
+        node, seen = todo.pop()
+        following = [one for one, _ in node.next_functions if one is not None]
+        if seen:
+            mine = node is end or getattr(node, "variable", None) is source
+            leads[node] = mine or any(leads.get(one, False) for one in following)
+        elif node not in leads:
+            leads[node] = False
+            todo += [(node, True), *((one, False) for one in following)]
+    return [node for node, leading in leads.items() if leading]
 
 
 def _graph(apply: Callable[[Tensor], Tensor], x: Tensor, mode: Mode) -> Jacobian:
+    """The Jacobian of one call of ``apply``; of a module's, with copies of its buffers."""
+    if torch.is_inference_mode_enabled():
+        raise ValueError("torch.inference_mode is on, under which nothing is kept to differentiate")
     perturbation = torch.zeros_like(x, requires_grad=True)
     with torch.enable_grad():
-        output = apply(x.detach() + perturbation)
+        moved = x.detach() + perturbation
+        if isinstance(apply, nn.Module):
+            # Looking changes nothing: a normalizer that is training moves its running statistics at every call.
+            buffers = {name: buffer.clone() for name, buffer in apply.named_buffers()}
+            output = torch.func.functional_call(apply, buffers, (moved,))
+        else:
+            output = apply(moved)
     return Jacobian(perturbation, output, mode)
 
 
@@ -273,7 +352,9 @@ def singular_values(
     """Every singular value of the Jacobian of ``apply`` at ``x`` (N, ...), (n, K) by way of dense matrices.
 
     Args:
-        apply: (N, ...) -> (N, ...); in ``per_example`` mode no example's output may depend on another's input.
+        apply: (N, ...) -> (N, ...), called once; in ``per_example`` mode no example's output may depend on another's
+            input. A module's buffers are left as they were; what a function moves (a module in a lambda that is
+            training, a generator) is moved.
         x: Where.
         mode: ``per_example`` or ``batch``, see above.
         limit: Bytes the matrices may take.
@@ -335,6 +416,7 @@ class LayerMap:
     jacobian: Jacobian
     inputs: Tensor  # (N, C, ...) at the source: the normalizer's output, or its input for form "preactivation"
     outputs: Tensor  # (N, C, ...) at the target's input
+    constant: int  # units of the target that do not vary, and have a row of zeros in form "normalized"
 
 
 def layer_jacobians(
@@ -352,6 +434,12 @@ def layer_jacobians(
     model is in whatever mode it is in: batch normalizations that are training give the batch's statistics, frozen in
     ``per_example`` mode. It should be guarded (`diagnostics.guard.guard`), or its running statistics move.
 
+    In form ``normalized`` a unit that does not vary over the batch has no normalized value where nothing (no epsilon)
+    is added to its variance: its row is zero, as if its value were, and it is counted in ``constant``. Where it sends,
+    its standard deviation, the gain, is zero and so is its column. What is no batch normalization is no normalizer
+    here; one that takes statistics of another kind (layer, group or instance normalization, or a batch normalization
+    with a forward of its own, in training) is refused.
+
     Args:
         model: Any module.
         layers: Two modules or more, see `diagnostics.taps.resolve`; in the order in which the model holds them.
@@ -361,7 +449,9 @@ def layer_jacobians(
         examples: How many examples have their Jacobian taken, in ``per_example`` mode; statistics come from all.
 
     Raises:
-        ValueError: If fewer than two layers are named, one is not run, or a map is undefined (see `Jacobian`).
+        ValueError: If fewer than two layers are named, one is not run, is run without gradients or before the one that
+            sends, a map is undefined (see `Jacobian`), or in form ``normalized`` one value has to do for a standard
+            deviation (a batch of one) or a layer's statistics are of another kind.
         TypeError: If the input or output of a layer is not one floating-point tensor.
     """
     if form not in get_args(Form):
@@ -369,20 +459,30 @@ def layer_jacobians(
     modules = resolve(model, layers)
     if len(modules) < 2:
         raise ValueError(f"a map has two ends: name 2 layers or more, got {', '.join(modules)}")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("torch.inference_mode is on, under which nothing is kept to differentiate")
     points = [_Point(name, module, form) for name, module in modules.items()]
     with _hooked(model, points, frozen=mode == "per_example"), torch.enable_grad():
         forward()
     for point in points:
         if point.heard is None:
             raise ValueError(f"layer {point.name!r} was not run on the batch")
+        if point.without:
+            raise ValueError(
+                f"layer {point.name!r} was run under torch.{point.without}, which keeps nothing to differentiate"
+            )
     found = []
     for source, target in pairwise(points):
         assert source.perturbation is not None
         assert source.inputs is not None
         assert target.heard is not None
         output = target.heard if form == "preactivation" else target.normalized(frozen=mode == "per_example")
-        jacobian = Jacobian(source.perturbation, output, mode, examples)
-        found.append(LayerMap(source.name, target.name, jacobian, source.inputs.detach(), target.heard.detach()))
+        try:
+            jacobian = Jacobian(source.perturbation, output, mode, examples)
+        except ValueError as error:
+            raise ValueError(f"from {source.name!r} to {target.name!r}: {error}") from error
+        inputs, outputs = source.inputs.detach(), target.heard.detach()
+        found.append(LayerMap(source.name, target.name, jacobian, inputs, outputs, target.constant))
     return found
 
 
@@ -394,11 +494,17 @@ class _Point:
         self.heard: Tensor | None = None
         self.inputs: Tensor | None = None
         self.perturbation: Tensor | None = None
+        self.without = ""  # what kept autograd from following
+        self.constant = 0
+        if form == "normalized":
+            self._check_statistics()
 
     def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self.heard is not None:
             return None
         value = self._checked(args[0] if args else None, "input")
+        if not torch.is_grad_enabled():
+            self.without = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         # A copy: what comes next may overwrite the tensor in place, and autograd would follow.
         self.heard = value.clone()
         return (self._perturb(value, 1.0), *args[1:]) if self.form == "preactivation" else None
@@ -417,11 +523,16 @@ class _Point:
             mean, variance = module.running_mean, module.running_var
             assert mean is not None
         else:
+            self._check_size(value)
             variance, mean = torch.var_mean(value, dim=_pooled(value), correction=0)
         if frozen:
             mean, variance = mean.detach(), variance.detach()
         epsilon = module.eps if isinstance(module, _BatchNorm) else 0.0
-        return (value - _per_unit(mean, value)) / _per_unit((variance + epsilon).sqrt(), value)
+        constant = _constant(value) if epsilon == 0 else torch.zeros_like(variance, dtype=torch.bool)
+        self.constant = int(constant.sum())
+        scale = torch.where(constant, 1.0, variance + epsilon).sqrt()
+        normalized = (value - _per_unit(mean, value)) / _per_unit(scale, value)
+        return torch.where(_per_unit(constant, value), 0.0, normalized)
 
     def _perturb(self, value: Tensor, gain: Tensor | float) -> Tensor:
         self.inputs = value
@@ -431,7 +542,25 @@ class _Point:
     def _gain(self, output: Tensor) -> Tensor | float:
         if isinstance(self.module, _BatchNorm):
             return 1.0 if self.module.weight is None else _per_unit(self.module.weight.detach(), output)
-        return _per_unit(output.detach().var(dim=_pooled(output), correction=0).sqrt(), output)
+        self._check_size(output)
+        value = output.detach()
+        return _per_unit(torch.where(_constant(value), 0.0, value.var(dim=_pooled(value), correction=0).sqrt()), value)
+
+    def _check_size(self, value: Tensor) -> None:
+        if value.numel() <= value.shape[1]:
+            raise ValueError(
+                f"layer {self.name!r}: one value a unit has no standard deviation, got shape {tuple(value.shape)};"
+                " take more examples, or form 'preactivation'"
+            )
+
+    def _check_statistics(self) -> None:
+        module = self.module
+        own = isinstance(module, _BatchNorm) and module.training and not _known(module)
+        if own or isinstance(module, _OTHERS):
+            raise ValueError(
+                f"layer {self.name!r} is a {type(module).__name__}, whose statistics are not those of the batch; take"
+                " form 'preactivation'"
+            )
 
     def _checked(self, value: Any, signal: str) -> Tensor:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 2:
@@ -473,7 +602,16 @@ def _freeze(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | N
     normalized = (value - _per_unit(mean, value)) * _per_unit(scale, value)
     if module.weight is None:
         return normalized
-    return normalized * _per_unit(module.weight, value) + _per_unit(module.bias, value)
+    scaled = normalized * _per_unit(module.weight, value)
+    return scaled if module.bias is None else scaled + _per_unit(module.bias, value)
+
+
+def _constant(value: Tensor) -> Tensor:
+    """(C,) units that do not vary, but for rounding; what is not finite varies."""
+    flat = value.detach().movedim(1, 0).flatten(1)
+    low, high = flat.aminmax(dim=1)
+    least = 4 * torch.finfo(value.dtype).eps * torch.maximum(low.abs(), high.abs())
+    return ((high - low) <= least) & (high - low).isfinite()
 
 
 def _pooled(value: Tensor) -> tuple[int, ...]:
@@ -491,7 +629,8 @@ class LayerJacobian:
     over examples; and as unit -1 the means over examples of ``rank``, ``spread``, ``mean_square``, ``smallest``,
     ``largest``, ``distance`` (see `diagnostics.spectrum.Spectrum`), and ``nonfinite``, examples whose Jacobian is not
     finite and is left out. Matrix-free: the ``k`` largest values and as unit -1 ``largest``, ``residual`` (the worst),
-    ``converged`` (the share of examples), ``mean_square`` and ``mean_square_error``, its standard error.
+    ``converged`` (the share of examples), ``mean_square`` and ``mean_square_error``, its standard error. In form
+    ``normalized`` also ``constant``, units that receive but do not vary, whose rows are zero (see `layer_jacobians`).
 
     Per layer besides, the conjecture's premise: ``effective_dimension`` and ``correlation`` of its vectors over the
     whole probe batch (`diagnostics.spectrum.effective_dimension`), positions counting as examples.
@@ -590,6 +729,8 @@ class LayerJacobian:
                 rows.append(Rows(layer, _premise(values), mode=mode))
             for one in maps:
                 rows += self._dense(one, mode) if self.method == "dense" else self._matrix_free(one, mode)
+                if self.form == "normalized":
+                    rows.append(Rows(one.target, {"constant": float(one.constant)}, mode=mode))
         return rows
 
     def _dense(self, one: LayerMap, mode: str) -> list[Rows]:

@@ -132,10 +132,7 @@ class Extremes:
     """The k singular values at one end of a spectrum, and how far each can be trusted."""
 
     values: Tensor  # (k,) float64, descending
-    residuals: (
-        Tensor  # (k,) max(|J v - s u|, |J^T u - s v|), measured: a singular value lies within it of s. Of a zero,
-    )
-    # |J v|: v alone shows it
+    residuals: Tensor  # (k,) max(|J v - s u|, |J^T u - s v|), measured (of a zero |J v|): a value of J is within it
     converged: bool  # every residual is within its bound, see `extremes`
     products: int  # with J and J^T together
     steps: int  # dimensions of the subspace

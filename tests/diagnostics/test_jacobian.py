@@ -1,6 +1,10 @@
 """Layer Jacobians: against autograd, differences and theory, between any two modules, in both modes."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,6 +80,67 @@ def test_coupled_examples_are_refused_where_each_is_to_stand_alone():
         singular_values(coupled, randn(5, 3))
 
 
+def test_coupled_examples_are_refused_whichever_they_are():
+    """A ReLU that is off at one example hides there that the batch's statistics were taken."""
+    layer = randn(6, 3, seed=50)
+    for seed in range(60):
+        x = randn(4, 6, seed=seed, dtype=torch.float32)
+        with pytest.raises(ValueError, match="examples are coupled"):
+            singular_values(lambda v: torch.relu(coupled(v @ layer.float()) - 0.5), x)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_one_pair_that_is_coupled_is_enough(size):
+    def one_pair(i, j):
+        def apply(v):
+            found = v * 2
+            return torch.cat([found[:i], found[i : i + 1] + v[j : j + 1], found[i + 1 :]])
+
+        return apply
+
+    for i in range(size):
+        for j in set(range(size)) - {i}:
+            with pytest.raises(ValueError, match="examples are coupled"):
+                singular_values(one_pair(i, j), randn(size, 2))
+
+
+def test_looking_for_coupling_moves_no_generator():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    singular_values(two_layers(), randn(6, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_modules_buffers_are_left_as_they_were():
+    norm = nn.BatchNorm1d(3, dtype=torch.float64)
+    kept = {name: value.clone() for name, value in norm.state_dict().items()}
+    x = randn(6, 3) + 5
+    found = singular_values(norm, x, mode="batch")
+    assert all(torch.equal(value, norm.state_dict()[name]) for name, value in kept.items())
+    scale = x.std(0, correction=0) / (x.var(0, correction=0) + norm.eps).sqrt()
+    assert float(found.largest) == pytest.approx(float((scale / x.std(0, correction=0)).max()), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("apply", "message"),
+    [(lambda v: torch.ones(3, 2), "constant, or was computed under torch.no_grad"),
+     (lambda v: v.detach() * 2, "no_grad or from detached values"),
+     (torch.no_grad()(lambda v: v * 2), "computed under torch.no_grad"),
+     (torch.inference_mode()(lambda v: v * 2), "under torch.inference_mode"),
+     (lambda v: torch.ones(3, 2, requires_grad=True) * 2, "does not depend on the first, though on something else")],
+)  # fmt: skip
+def test_what_has_no_derivative_is_refused_with_the_reason(apply, message):
+    with pytest.raises(ValueError, match=message):
+        singular_values(apply, randn(3, 2))
+
+
+def test_inference_mode_and_ends_without_gradients_are_refused():
+    with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode is on"):
+        singular_values(two_layers(), randn(3, 4))
+    with pytest.raises(ValueError, match="perturbation must require a gradient"):
+        Jacobian(torch.zeros(3, 4), torch.zeros(3, 4, requires_grad=True) * 2, "batch")
+
+
 @pytest.mark.parametrize("mode", ["per_example", "batch"])
 @pytest.mark.parametrize("chunk", [1, 2, 64])
 def test_the_number_of_rows_at_once_changes_nothing(mode, chunk):
@@ -106,7 +171,7 @@ def test_rows_at_once_are_as_many_as_asked_for():
     for chunk, calls in ((1, 3), (2, 2), (3, 1)):
         asked.clear()
         singular_values(lambda v: apply(Spy.apply(v)), x, chunk=chunk)
-        assert len(asked) == calls + 1, chunk  # and one to see whether examples are coupled
+        assert len(asked) == calls + 4, chunk  # and two for each bit of 3 examples' numbers, to see whether any couple
 
 
 def test_the_jacobian_of_two_maps_is_the_product_of_theirs():
@@ -145,7 +210,11 @@ def test_memory_is_said_before_it_is_taken():
     perturbation = torch.zeros_like(x, requires_grad=True)
     jacobian = Jacobian(perturbation, two_layers()(x + perturbation), "per_example")
     assert (jacobian.shape, jacobian.matrices) == ((3, 4), 3)
-    assert jacobian.bytes == (3 * 3 * 4 + 3 * 3 * 4 + 3 * 4) * 8
+    # the matrices and their values; three rows at work: twice the cotangents, at every node of the way and twice at the
+    # largest, twice at the perturbation
+    way = 3 * (3 + 3 + 5 + 5 + 4 + 4)  # tanh, product, sigmoid, product, sum, perturbation
+    assert jacobian.bytes == (3 * (3 * 4 + 3) + 3 * (2 * 9 + way + 2 * 15 + 2 * 12)) * 8
+    assert jacobian.memory(chunk=1) == (3 * (3 * 4 + 3) + (2 * 9 + way + 2 * 15 + 2 * 12)) * 8
     jacobian.dense(limit=jacobian.bytes)
     with pytest.raises(ValueError, match=r"dense Jacobian\(s\) of 3 x 4 take .* MiB.*matrix-free"):
         jacobian.dense(limit=jacobian.bytes - 1)
@@ -160,6 +229,49 @@ def test_memory_that_is_taken_is_what_was_said(monkeypatch):
     with pytest.raises(ValueError, match="limit"):
         singular_values(lambda v: v, randn(1, 30), limit=1000)
     assert not taken
+
+
+GROWTH = """
+import ctypes, gc, sys
+from pathlib import Path
+import torch
+from diagnostics.jacobian import Jacobian, singular_values
+
+def status(name):
+    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(name))
+    return int(line.split()[1]) * 1024
+
+examples, width, middle, output, count, mode = (eval(one) for one in sys.argv[1:])
+torch.set_num_threads(1)
+layer = torch.nn.Sequential(torch.nn.Linear(width, middle), torch.nn.Tanh(), torch.nn.Linear(middle, output))
+singular_values(layer, torch.randn(3, width))  # what is loaded once
+x = torch.randn(examples, width)
+perturbation = torch.zeros_like(x, requires_grad=True)
+jacobian = Jacobian(perturbation, layer(x + perturbation), mode, count)
+gc.collect()
+ctypes.CDLL(None).malloc_trim(0)
+Path("/proc/self/clear_refs").write_text("5")
+held = status("VmRSS")
+found = jacobian.singular_values()
+print(status("VmHWM") - held, jacobian.bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark of memory is Linux's")
+@pytest.mark.parametrize(
+    ("examples", "width", "middle", "output", "count", "mode"),
+    [(24, 900, 900, 900, None, "per_example"), (500, 200, 200, 200, 8, "per_example"),
+     (100, 50, 4000, 50, None, "per_example"), (20, 60, 60, 60, None, "batch")],
+)  # fmt: skip
+def test_memory_that_is_said_is_as_much_as_is_taken(examples, width, middle, output, count, mode):
+    options = [repr(one) for one in (examples, width, middle, output, count, mode)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", GROWTH, *options], capture_output=True, text=True, check=True, env=environment
+    )
+    grown, said = map(int, ran.stdout.split())
+    assert grown < said + 4 * 2**20  # of the allocator's own
+    assert grown > said / 4
 
 
 @pytest.mark.parametrize("mode", ["per_example", "batch"])
@@ -496,6 +608,121 @@ def test_a_layer_that_is_not_run_or_comes_first_is_refused():
     with pytest.raises(ValueError, match="'normalized' or 'preactivation', got 'raw'"):
         maps(model, randn(5, 6), form="raw")
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_layers_that_are_run_without_gradients_are_refused_by_name():
+    model, x = net(), randn(9, 6)
+
+    def halves():
+        with torch.no_grad():
+            inner = model[0](x)
+        model[1](inner)
+
+    for forward, message in (
+        (torch.no_grad()(lambda: model(x)), r"'0.1' was run under torch.no_grad"),
+        (torch.inference_mode()(lambda: model(x)), r"'0.1' was run under torch.inference_mode"),
+        (halves, r"'0.1' was run under torch.no_grad"),
+        (lambda: model[1](model[0](x).detach()), r"from '0.1' to '1.1': .* does not depend on the first"),
+    ):
+        with guard(model), pytest.raises(ValueError, match=message):
+            layer_jacobians(model, ["0.1", "1.1"], forward)
+    with guard(model), torch.inference_mode(), pytest.raises(ValueError, match="inference_mode is on"):
+        layer_jacobians(model, ["0.1", "1.1"], lambda: model(x))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)  # then nothing that comes before the perturbation requires a gradient
+
+    def backwards():
+        model[1](x)
+        model[0](x)
+
+    with guard(model), pytest.raises(ValueError, match="from '0.1' to '1.1': .* does not depend on the first"):
+        layer_jacobians(model, ["0.1", "1.1"], backwards)
+
+
+@pytest.mark.parametrize("mode", ["per_example", "batch"])
+def test_a_unit_that_does_not_vary_has_a_row_of_zeros_and_is_counted(tmp_path, mode):
+    model, x = net(False), randn(9, 6, seed=3)
+    with torch.no_grad():
+        model[1][0].weight[2] = 0
+        model[1][0].weight[4] = 0
+        model[1][0].bias[2] = 1 / 3
+    before, after = maps(model, x) if mode == "per_example" else maps_of_the_batch(model, x)
+    assert (before.constant, after.constant) == (2, 0)
+    dense = before.jacobian.dense()
+    assert dense.isfinite().all()
+    rows = dense.abs().sum((0, 2)).reshape(-1, 6).sum(0)
+    assert (rows == 0).tolist() == [unit in (2, 4) for unit in range(6)]
+    assert after.jacobian.dense().isfinite().all()
+    if mode == "per_example":
+        assert (after.jacobian.dense()[:, :, [2, 4]] == 0).all()  # nothing to give back
+        kept = [0, 1, 3, 5]
+        assert torch.allclose(dense[:, kept], by_hand(model, x, 0, bn=False)[:, kept], atol=1e-12)
+        table = record(tmp_path, LayerJacobian(NORMS, x), model)
+        assert (cells(table, "1.1")["constant"], cells(table, "2.1")["constant"]) == (2, 0)
+        assert cells(table, "1.1")["rank"] == 4
+        table = record(tmp_path / "raw", LayerJacobian(NORMS, x, form="preactivation"), model)
+        assert "constant" not in cells(table, "1.1")
+
+
+def maps_of_the_batch(model, x):
+    with guard(model):
+        set_mode(model, "batch")
+        return layer_jacobians(model, NORMS, lambda: model(x), mode="batch")
+
+
+def test_a_layer_whose_units_are_all_constant_is_a_map_of_zeros():
+    model, x = net(False), randn(9, 6, seed=3).float()
+    model.float()
+    with torch.no_grad():
+        model[1][0].weight.zero_()
+        model[1][0].bias.copy_(torch.rand(6))
+    before, _ = maps(model, x)
+    assert before.constant == 6
+    assert (before.jacobian.dense() == 0).all()
+
+
+def test_a_unit_of_small_variance_is_not_constant():
+    model, x = net(False), randn(9, 6, seed=3)
+    with torch.no_grad():
+        model[1][0].weight.mul_(1e-12)
+    (before, _) = maps(model, x)
+    assert before.constant == 0
+    assert torch.linalg.svdvals(before.jacobian.dense())[:, 0].min() > 0.1
+
+
+def test_a_batch_of_one_has_no_standard_deviation():
+    model = net(False)
+    with pytest.raises(ValueError, match=r"layer '0.1': one value a unit .* got shape \(1, 6\)"):
+        maps(model, randn(1, 6))
+    assert maps(model, randn(1, 6), form="preactivation")[0].jacobian.dense().isfinite().all()
+    assert maps(net(), randn(1, 6), mode="population")[0].jacobian.dense().isfinite().all()
+
+
+class Centred(nn.BatchNorm1d):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("other", [nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.RMSNorm(6), Centred(6)])
+def test_normalizers_whose_statistics_are_not_the_batchs_are_refused_as_ends(other):
+    model = net(False)
+    model[1][1] = other.double()
+    for layers in (["0.1", "1.1"], ["1.1", "2.1"]):
+        with pytest.raises(ValueError, match=f"layer '1.1' is a {type(other).__name__}, whose statistics"):
+            maps(model, randn(9, 6), layers=layers)
+    if not isinstance(other, Centred):
+        assert len(maps(model, randn(9, 6), layers=["0.1", "2.1"])) == 1
+        assert len(maps(model, randn(9, 6), layers=["0.1", "1.1"], form="preactivation")) == 1
+
+
+def test_a_normalizer_without_a_shift_is_frozen():
+    model, x = net(), randn(20, 6, seed=3)
+    with torch.no_grad():
+        model[1][1].bias.zero_()
+    (wanted,) = maps(model, x, layers=["0.1", "2.1"])
+    model[1][1].bias = None
+    (found,) = maps(model, x, layers=["0.1", "2.1"])
+    assert torch.allclose(found.jacobian.dense(), wanted.jacobian.dense())
 
 
 def test_statistics_that_cannot_be_frozen_are_refused():
