@@ -45,6 +45,7 @@ __all__ = [
     "LayerJacobian",
     "LayerMap",
     "WeightSpectrum",
+    "constant_units",
     "extreme_values",
     "layer_jacobians",
     "mean_squares",
@@ -231,7 +232,7 @@ class Jacobian:
             self.output, self.perturbation, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
         )
         if grads[0] is None:
-            raise ValueError(f"{_APART}, though on something else")
+            raise ValueError(f"{_APART}, though on something else: is their order the network's?")
         return grads
 
     def _cotangents(self, start: int, stop: int) -> Tensor:
@@ -528,7 +529,7 @@ class _Point:
         if frozen:
             mean, variance = mean.detach(), variance.detach()
         epsilon = module.eps if isinstance(module, _BatchNorm) else 0.0
-        constant = _constant(value) if epsilon == 0 else torch.zeros_like(variance, dtype=torch.bool)
+        constant = constant_units(value) if epsilon == 0 else torch.zeros_like(variance, dtype=torch.bool)
         self.constant = int(constant.sum())
         scale = torch.where(constant, 1.0, variance + epsilon).sqrt()
         normalized = (value - _per_unit(mean, value)) / _per_unit(scale, value)
@@ -544,7 +545,9 @@ class _Point:
             return 1.0 if self.module.weight is None else _per_unit(self.module.weight.detach(), output)
         self._check_size(output)
         value = output.detach()
-        return _per_unit(torch.where(_constant(value), 0.0, value.var(dim=_pooled(value), correction=0).sqrt()), value)
+        return _per_unit(
+            torch.where(constant_units(value), 0.0, value.var(dim=_pooled(value), correction=0).sqrt()), value
+        )
 
     def _check_size(self, value: Tensor) -> None:
         if value.numel() <= value.shape[1]:
@@ -606,11 +609,11 @@ def _freeze(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | N
     return scaled if module.bias is None else scaled + _per_unit(module.bias, value)
 
 
-def _constant(value: Tensor) -> Tensor:
-    """(C,) units that do not vary, but for rounding; what is not finite varies."""
-    flat = value.detach().movedim(1, 0).flatten(1)
+def constant_units(values: Tensor) -> Tensor:
+    """(C,) which units of ``values`` (N, C, ...) do not vary, but for rounding; what is not finite varies."""
+    flat = values.detach().movedim(1, 0).flatten(1)
     low, high = flat.aminmax(dim=1)
-    least = 4 * torch.finfo(value.dtype).eps * torch.maximum(low.abs(), high.abs())
+    least = 4 * torch.finfo(values.dtype).eps * torch.maximum(low.abs(), high.abs())
     return ((high - low) <= least) & (high - low).isfinite()
 
 

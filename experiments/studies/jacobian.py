@@ -14,6 +14,7 @@ says for BN in wide layers and large batches that the mean square is E[g'^2] / V
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -177,12 +178,13 @@ def _untrained(
 ) -> dict[str, float]:
     """What `Spectrum` says of the maps between hidden layers, and the premise; means over maps and examples.
 
-    A map that is zero at an example (every ReLU off) has no spread there, and does not count for it.
+    A map that is zero at an example (every ReLU off) has no spread there, and does not count for it; where none counts
+    it is NaN. Units that do not vary have rows of zeros, as in `layer_jacobians`.
     """
     import torch
 
     from diagnostics.guard import set_mode
-    from diagnostics.jacobian import layer_jacobians, singular_values
+    from diagnostics.jacobian import constant_units, layer_jacobians, singular_values
     from diagnostics.spectrum import effective_dimension
     from experiments.assemble import make_network
     from experiments.seeds import Streams
@@ -194,8 +196,11 @@ def _untrained(
     for one in layer_jacobians(model, "hidden*.normalizer", lambda: model(inputs), examples=examples):
         # The same map as a function of few examples: each row of the whole batch's would cost a pass over all of it.
         epsilon = normalizer.epsilon if normalizer.kind == "batch" else 0.0
-        gain = 1.0 if normalizer.kind == "batch" else one.inputs.std(0, correction=0)  # gamma is 1 at the start
+        gain: Any = 1.0 if normalizer.kind == "batch" else one.inputs.std(0, correction=0)  # gamma is 1 at the start
         scale = (one.outputs.var(0, correction=0) + epsilon).sqrt()
+        if normalizer.kind != "batch":
+            gain = torch.where(constant_units(one.inputs), 0.0, gain)
+            scale = torch.where(constant_units(one.outputs), math.inf, scale)
         before, after = (name.removesuffix("normalizer") for name in (one.source, one.target))
         part = torch.nn.Sequential(modules[f"{before}nonlinearity"], modules[f"{after}linear"])
         few = one.inputs[:examples]
@@ -209,8 +214,13 @@ def _untrained(
         spectrum = singular_values(apply, torch.zeros_like(few))
         found.setdefault("effective_dimension", []).append(effective_dimension(one.inputs))
         for name in ("mean_square", "spread", "rank", "smallest", "largest", "distance"):
-            found.setdefault(name, []).append(float(getattr(spectrum, name).nanmean()))
-    return {name: float(torch.tensor(values, dtype=torch.float64).mean()) for name, values in found.items()}
+            found.setdefault(name, []).append(_mean(name, getattr(spectrum, name)))
+    return {name: _mean(name, torch.tensor(values, dtype=torch.float64)) for name, values in found.items()}
+
+
+def _mean(name: str, values: Tensor) -> float:
+    """Over all values, and of the spread over those that are defined."""
+    return float(values.nanmean() if name == "spread" else values.mean())
 
 
 def _arms() -> tuple[Arm, ...]:

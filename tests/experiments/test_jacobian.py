@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,27 @@ def test_what_is_said_of_untrained_networks_is_what_the_probe_would_say(kind: st
     for name in ("mean_square", "spread", "rank", "largest", "smallest", "distance"):
         values = [float(getattr(one.jacobian.singular_values(), name).nanmean()) for one in maps]
         assert found[name] == pytest.approx(sum(values) / 2, rel=1e-4, abs=1e-6), name
+        assert math.isfinite(found[name])
     dimensions = [effective_dimension(one.inputs) for one in maps]
     assert found["effective_dimension"] == pytest.approx(sum(dimensions) / 2)
+
+
+def test_untrained_nets_that_die_are_maps_of_zeros_with_no_spread() -> None:
+    """Of a few ReLU units, none may be on at any example: the next layer's units do not vary."""
+    found = []
+    for seed in range(40):
+        network = MLPConfig(inputs=4, hidden=(1, 1, 1), activation="relu", init_std=0.5)
+        inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+        for kind in ("none", "batch"):
+            found.append(_untrained(network, NormalizerConfig(kind=kind), seed, inputs, 2))
+    zero = [one for one in found if one["mean_square"] == 0]
+    assert zero
+    for one in zero:
+        assert (one["rank"], one["largest"], one["distance"]) == (0, 0, 1)
+    assert all(math.isnan(one["spread"]) for one in zero)
+    assert all(math.isfinite(one[name]) for one in found for name in ("mean_square", "rank", "distance"))
+    assert {0.0} == {one["spread"] for one in found if not math.isnan(one["spread"])}  # of a single value
+    assert any(one["rank"] == 0.25 for one in found)  # three of the four maps (2 layers, 2 examples) are zero
 
 
 def test_one_layer_is_too_few_and_samples_have_their_size(tmp_path: Path) -> None:
@@ -120,3 +140,13 @@ def test_the_command_draws_what_it_computed(tmp_path: Path, capsys: pytest.Captu
     for name in ("jacobian", "jacobian_orthogonal", "jacobian_parts", "jacobian_init"):
         for suffix in ("png", "pdf", "csv"):
             assert (tmp_path / "jacobian" / f"{name}.{suffix}").stat().st_size > 1000
+
+
+@pytest.mark.filterwarnings("error")
+def test_nets_so_small_that_numbers_are_undefined_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--preset", "smoke", "--jobs", "1", "--steps", "4", "--batches", "8"]
+    options += ["--hidden", "2", "2", "--widths", "1", "4", "--init-examples", "1"]
+    assert main(["jacobian", *options, "--out", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "relu-gaussian-none width 1, batch 8 (spread)" in said
+    assert (tmp_path / "jacobian" / "jacobian_init.png").stat().st_size > 1000
