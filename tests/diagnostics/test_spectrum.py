@@ -196,7 +196,7 @@ def test_a_value_is_found_as_often_as_it_occurs(copies, which, max_steps):
     for k in range(1, 6):
         found = of(matrix, k, which=which, max_steps=max_steps, tolerance=1e-6)
         wanted = values[:k] if which == "largest" else values[-k:]
-        assert found.converged or (k > 4 and which == "largest") or max_steps == 120
+        assert found.converged or len(values) > max_steps
         if found.converged:
             assert found.values.tolist() == pytest.approx(wanted, rel=1e-5), k
 
