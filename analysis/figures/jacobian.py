@@ -53,6 +53,11 @@ LOGARITHMIC = ("mean_square", "spread")
 _BAR: dict[str, Any] = {"color": style.GREY, "lw": 1.0, "ls": ":"}
 _THEORY: dict[str, Any] = {"color": style.BLACK, "lw": 0.9, "ls": (0, (6, 2))}
 _LAW: dict[str, Any] = {"color": style.BLACK, "lw": 0.9, "ls": (0, (1, 1))}
+# Both have one: a value between two that are undefined is a point, not a line.
+_MARKERS: dict[str, dict[str, Any]] = {
+    "gaussian": {"marker": ".", "ms": 4},
+    "orthogonal": {"marker": "o", "ms": 4, "mfc": "white"},
+}
 _FARTHEST = (math.log(1e-100), math.log(1e100))
 _SHADES = ((0.35, "90%"), (0.6, "50%"))
 _STYLES = {"none": style.WITHOUT_BN, "batch": style.WITH_BN}
@@ -322,9 +327,8 @@ def _draw_part(axes: Axes, maps: Sequence[_Map], statistic: str) -> None:
     scale = [one.count if statistic == "rank" else 1 for one in maps]
     values = np.mean([one.values[statistic] / k for one, k in zip(maps, scale, strict=True)], axis=0)  # the two maps
     centre, low, high = _band(values, logarithmic=statistic in LOGARITHMIC)
-    steps, marker = maps[0].steps, None if init == "gaussian" else "o"
-    label = f"{ARMS[arm]}, {INITS[init]}"
-    axes.plot(steps, centre, color=look.color, ls=look.dashes, lw=1.3, marker=marker, ms=3.5, mfc="white", label=label)
+    steps, label = maps[0].steps, f"{ARMS[arm]}, {INITS[init]}"
+    axes.plot(steps, centre, color=look.color, ls=look.dashes, lw=1.3, label=label, **_MARKERS[init])
     axes.fill_between(steps, low, high, color=look.color, alpha=0.15, lw=0)
     _step_axis(axes, max(int(steps[-1]), 1))
 
@@ -404,12 +408,8 @@ def _draw_curve(axes: Axes, table: pd.DataFrame, x: str, init: str, arm: str) ->
     look = _STYLES[arm]
     wide = table.pivot(index="seed", columns=x, values="value")
     centre, low, high = _band(wide.to_numpy(dtype=np.float64), logarithmic=True)
-    marker = None if init == "gaussian" else "o"
     label = f"{ARMS[arm]}, {INITS[init]}"
-    axes.plot(
-        wide.columns, centre, color=look.color, ls=look.dashes, lw=1.3, marker=marker, ms=4, mfc="white",
-        label=label,
-    )  # fmt: skip
+    axes.plot(wide.columns, centre, color=look.color, ls=look.dashes, lw=1.3, label=label, **_MARKERS[init])
     axes.fill_between(wide.columns, low, high, color=look.color, alpha=0.15, lw=0)
 
 
@@ -618,7 +618,8 @@ def _caption(study: Study, init: str) -> str:
 
 def _parts_caption(study: Study, maps: Sequence[_Map]) -> str:
     band = "" if len(study.seeds) == 1 else " Bands: 95% Student t interval over seeds, of logarithms in the lower two."
-    zeros = _zeros([one.values[name] for one in maps for name in LOGARITHMIC])
+    nets = [[one for one in maps if one.key == key] for key in product(ACTIVATIONS, INITS, ARMS)]
+    zeros = _zeros([np.mean([one.values[name] for one in net], axis=0) for net in nets for name in LOGARITHMIC])
     units, sample = _units(study)[-2], study.setting("measures", "sample", arm=_arm(("linear", "gaussian", "none")))
     return (
         "The conjecture in its parts, means of the last two maps. Top: effective dimension (participation ratio of "

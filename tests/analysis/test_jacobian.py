@@ -288,6 +288,8 @@ def test_intervals_of_untrained_nets_stay_where_their_numbers_can_be(drawn: tupl
         figure = jacobian._at_init(study, jacobian._untrained(study))
     for axes in figure.axes:
         assert axes.get_yscale() == "log"
+        curves = [line for line in axes.lines if line.get_label() and not str(line.get_label()).startswith("_")]
+        assert {line.get_marker() for line in curves} == {".", "o"}  # a value between undefined ones is seen
         for band in axes.collections:
             assert (band.get_paths()[0].vertices[:, 1] > 0).all()
 
