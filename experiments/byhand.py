@@ -21,14 +21,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from diagnostics.guard import guard
+from diagnostics.guard import guard, set_mode
 
 __all__ = [
     "Gradients",
@@ -46,6 +46,12 @@ __all__ = [
 Path = Literal["direct", "variance", "mean"]
 PATHS: tuple[Path, ...] = get_args(Path)
 Layer = TypeVar("Layer", bound=nn.Module)
+_FOLLOWED_BY: Final[dict[type[nn.Module], type[_BatchNorm]]] = {
+    nn.Linear: nn.BatchNorm1d,
+    nn.Conv1d: nn.BatchNorm1d,
+    nn.Conv2d: nn.BatchNorm2d,
+    nn.Conv3d: nn.BatchNorm3d,
+}
 
 
 @dataclass(frozen=True)
@@ -110,20 +116,24 @@ def backward(
 class _ByHand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, cut: tuple[Path, ...]) -> Tensor:
-        done = forward(x, gamma, beta, epsilon=epsilon)
-        ctx.save_for_backward(x, gamma)
-        ctx.done, ctx.epsilon, ctx.cut = done, epsilon, cut
-        return done.y
+        ctx.save_for_backward(x, gamma, beta)
+        ctx.epsilon, ctx.cut = epsilon, cut
+        return forward(x, gamma, beta, epsilon=epsilon).y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, gamma = ctx.saved_tensors
-        found = backward(grads[0], x, gamma, ctx.done, epsilon=ctx.epsilon, cut=ctx.cut)
+        x, gamma, beta = ctx.saved_tensors
+        # Computed again, where autograd sees it: kept from the forward, the statistics would be constants to whoever
+        # differentiates this gradient once more.
+        done = forward(x, gamma, beta, epsilon=ctx.epsilon)
+        found = backward(grads[0], x, gamma, done, epsilon=ctx.epsilon, cut=ctx.cut)
         return found.x, found.gamma, found.beta, None, None
 
 
 def normalize(x: Tensor, gamma: Tensor, beta: Tensor, *, epsilon: float, cut: Collection[Path] = ()) -> Tensor:
     """Algorithm 1 whose gradient is the printed one, with paths ``cut``: what an optimizer sees that forgets them.
+
+    Second derivatives are those of that gradient, cut or not, on all paths.
 
     Raises:
         ValueError: As `forward` and `backward`.
@@ -152,19 +162,35 @@ def population(batches: Iterable[Tensor]) -> Population:
     Raises:
         ValueError: If there is no batch, or a unit has a single value in one.
     """
-    weights, means, variances = [], [], []
+    sums = _Sums()
     for x in batches:
+        sums.add(x)
+    return sums.population()
+
+
+class _Sums:
+    """What of the batches is kept while they pass: two sums a unit, whatever their number."""
+
+    def __init__(self) -> None:
+        self.weight = 0.0
+        self.batches = 0
+        self.mean: Tensor | float = 0.0  # (C,) times the weight
+        self.variance: Tensor | float = 0.0  # (C,) unbiased, times the weight
+
+    def add(self, x: Tensor) -> None:
         values = x.numel() // x.shape[1]
         if values < 2:
             raise ValueError(f"a variance needs more than one value a unit, got shape {tuple(x.shape)}")
         variance, mean = torch.var_mean(x.detach().double(), dim=_pooled(x), correction=0)
-        weights.append(float(values))
-        means.append(mean)
-        variances.append(variance * values / (values - 1))
-    if not weights:
-        raise ValueError("population statistics need at least one batch")
-    share = torch.tensor(weights, dtype=torch.float64) / sum(weights)
-    return Population(share @ torch.stack(means), share @ torch.stack(variances), len(weights))
+        self.weight += values
+        self.batches += 1
+        self.mean = self.mean + values * mean
+        self.variance = self.variance + values * (variance * values / (values - 1))
+
+    def population(self) -> Population:
+        if not isinstance(self.mean, Tensor) or not isinstance(self.variance, Tensor):
+            raise ValueError("population statistics need at least one batch")
+        return Population(self.mean / self.weight, self.variance / self.weight, self.batches)
 
 
 def population_of(
@@ -172,44 +198,70 @@ def population_of(
 ) -> dict[str, Population]:
     """`population` at every batch normalization of ``model``, each fed as in training; the model stays as it was.
 
-    ``forward`` runs the model on one of ``batches``. A module's own running statistics, beside these, are moving
-    averages over networks that training has left behind.
+    Normalizers use the statistics of their batch; all else evaluates, so that dropout adds nothing of its own.
+    ``forward`` runs the model on one of ``batches``; a normalizer that it calls twice has heard two. A module's own
+    running statistics, beside these, are moving averages over networks that training has left behind.
 
     Raises:
-        ValueError: If the model has no batch normalization, or as `population`.
+        ValueError: If the model has no batch normalization, one of them never runs, there is no batch, or as
+            `population`.
     """
-    seen: dict[str, list[Tensor]] = {}
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    if not modules:
+    sums = {name: _Sums() for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    if not sums:
         raise ValueError("the model has no batch normalization")
 
-    def listen(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda _, args: seen.setdefault(name, []).append(args[0].detach().clone())
+    def listen(heard: _Sums) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        return lambda _, args, named: heard.add(args[0] if args else next(iter(named.values())))
 
     with guard(model), torch.no_grad():
-        handles = [module.register_forward_pre_hook(listen(name)) for name, module in modules.items()]
+        handles = [
+            model.get_submodule(name).register_forward_pre_hook(listen(heard), with_kwargs=True)
+            for name, heard in sums.items()
+        ]
         try:
-            model.train()
+            set_mode(model, "batch")
             for batch in batches:
                 forward(batch)
         finally:
             for handle in handles:
                 handle.remove()
-    return {name: population(heard) for name, heard in seen.items()}
+    if not len(batches):
+        raise ValueError("population statistics need at least one batch")
+    if silent := [name for name, heard in sums.items() if not heard.batches]:
+        raise ValueError(f"no batch reaches the normalizer {silent[0]!r}: it has no population")
+    return {name: heard.population() for name, heard in sums.items()}
 
 
 def fold(layer: Layer, norm: _BatchNorm) -> Layer:
     """A copy of ``layer`` (Linear or convolution) that computes what ``layer`` and then ``norm`` in eval mode do.
 
     Algorithm 2, line 11: y = gamma / sqrt(Var + epsilon) x + (beta - gamma E / sqrt(Var + epsilon)), a scale and a
-    shift for each unit, which the layer's weight and bias can carry.
+    shift for each unit, which the layer's weight and bias can carry. A Linear's units must be the second dimension,
+    (N, C): fed with (N, L, C) the normalizer takes L for its units, and where L = C neither it nor `fold` can tell.
+    That ``norm`` follows ``layer`` and nothing else reads the layer's output is the caller's to know, too.
 
     Raises:
-        TypeError: If ``layer`` is neither, or a transposed convolution.
-        ValueError: If ``norm`` tracks no statistics, or has another number of units.
+        TypeError: If ``layer`` is neither, or a transposed convolution; or if it or ``norm`` is of a class that may
+            compute something else (a subclass, a parametrized layer).
+        ValueError: If ``norm`` tracks no statistics, has another number of units or is made for other dimensions, or
+            if one of the two has hooks, which a copy of the weights does not know.
     """
     if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         raise TypeError(f"a normalizer folds into a Linear or a convolution, not into {type(layer).__name__}")
+    if type(layer) not in _FOLLOWED_BY or "forward" in vars(layer):
+        raise TypeError(
+            f"{type(layer).__name__} may compute something else than the layer it is made of; fold into a plain"
+            " Linear or convolution (a parametrized one after remove_parametrizations)"
+        )
+    if type(norm).forward is not _BatchNorm.forward or "forward" in vars(norm):
+        raise TypeError(f"{type(norm).__name__} may compute something else than torch's batch normalization does")
+    for module in (layer, norm):
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise ValueError(f"{type(module).__name__} has forward hooks, which folding would leave out")
+    if isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and not isinstance(
+        norm, _FOLLOWED_BY[type(layer)]
+    ):
+        raise ValueError(f"{type(norm).__name__} does not take what {type(layer).__name__} gives")
     if norm.running_mean is None or norm.running_var is None:
         raise ValueError("a normalizer without running statistics has nothing to fold")
     if norm.num_features != layer.weight.shape[0]:

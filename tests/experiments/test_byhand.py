@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments import byhand
 from experiments.byhand import PATHS, backward, fold, forward, normalize, population, population_of
 
 
@@ -44,6 +45,27 @@ def test_a_map_has_one_gamma_and_beta_for_all_its_positions() -> None:
 def test_the_printed_gradient_passes_gradcheck(shape: tuple[int, ...]) -> None:
     inputs = tuple(part.requires_grad_() for part in (randn(*shape), randn(3, seed=1), randn(3, seed=2)))
     assert torch.autograd.gradcheck(lambda *args: normalize(*args, epsilon=0.01), inputs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_its_second_derivatives_pass_too(shape: tuple[int, ...]) -> None:
+    inputs = tuple(part.requires_grad_() for part in (randn(*shape), randn(3, seed=1), randn(3, seed=2)))
+    assert torch.autograd.gradgradcheck(lambda *args: normalize(*args, epsilon=0.01), inputs)
+
+
+def test_the_second_derivative_of_a_cut_gradient_is_that_gradients() -> None:
+    x, gamma, grad = randn(5, 2), randn(2, seed=1), randn(5, 2, seed=2)
+    probe = randn(5, 2, seed=3)
+
+    def first(at: Tensor) -> Tensor:
+        """The direct path alone, in closed form."""
+        return (probe * grad * gamma / (at.var(0, correction=0) + 0.01).sqrt()).sum()
+
+    leaf = x.clone().requires_grad_()
+    y = normalize(leaf, gamma, torch.zeros(2, dtype=x.dtype), epsilon=0.01, cut=("variance", "mean"))
+    (once,) = torch.autograd.grad(y, leaf, grad, create_graph=True)
+    (found,) = torch.autograd.grad((probe * once).sum(), leaf)
+    assert torch.allclose(found, torch.autograd.functional.jacobian(first, x), atol=1e-12)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -154,6 +176,50 @@ def test_a_model_without_bn_has_no_population() -> None:
         population_of(nn.Linear(2, 2), [randn(3, 2)], lambda x: x)
 
 
+def two_layers(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Dropout(dropout), nn.Linear(5, 4), nn.BatchNorm1d(4)).double()
+
+
+def test_dropout_has_no_part_in_a_population() -> None:
+    batches = [randn(8, 5, seed=k) for k in range(3)]
+    with_dropout, without = two_layers(0.5), two_layers()
+    found, wanted = (population_of(one, batches, one)["2"] for one in (with_dropout, without))
+    assert torch.equal(found.mean, wanted.mean)
+    assert torch.equal(found.variance, wanted.variance)
+
+
+def test_a_normalizer_that_hears_nothing_is_named() -> None:
+    model = two_layers()
+    with pytest.raises(ValueError, match="at least one batch"):
+        population_of(model, [], model)
+    with pytest.raises(ValueError, match="reaches the normalizer '2'"):
+        population_of(model, [randn(8, 5)], model[:2])
+    assert not model[2]._forward_pre_hooks
+
+
+def test_a_normalizer_called_by_keyword_is_heard() -> None:
+    model, batch = two_layers(), randn(8, 5)
+    found = population_of(model, [batch], lambda x: model[2](input=model[1](x)))
+    assert torch.equal(found["2"].mean, population_of(model, [batch], model)["2"].mean)
+
+
+def test_a_population_keeps_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept between batches does not grow with their number or size."""
+    kept = []
+
+    def remembering(self: byhand._Sums, x: Tensor) -> None:
+        add(self, x)
+        kept.append({name: value.shape for name, value in vars(self).items() if isinstance(value, Tensor)})
+
+    add = byhand._Sums.add
+    monkeypatch.setattr(byhand._Sums, "add", remembering)
+    model = two_layers()
+    population_of(model, [randn(8, 5), randn(64, 5)], model)
+    assert kept == [{"mean": (4,), "variance": (4,)}] * 2
+    assert set(vars(byhand._Sums())) == {"weight", "batches", "mean", "variance"}
+
+
 # --- folding
 
 
@@ -189,3 +255,51 @@ def test_what_does_not_fold_is_refused() -> None:
         fold(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False))
     with pytest.raises(ValueError, match="4 outputs, the normalizer 3"):
         fold(nn.Linear(3, 4), nn.BatchNorm1d(3))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Shifted(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+def test_a_class_that_may_compute_something_else_is_refused() -> None:
+    with pytest.raises(TypeError, match="Doubled may compute something else"):
+        fold(Doubled(3, 3), nn.BatchNorm1d(3))
+    with pytest.raises(TypeError, match="Shifted may compute something else"):
+        fold(nn.Linear(3, 3), Shifted(3))
+    with pytest.raises(TypeError, match="remove_parametrizations"):
+        fold(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), nn.BatchNorm1d(3))
+    for of_layer in (True, False):
+        layer, norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        owner = layer if of_layer else norm
+        owner.forward = lambda x: x  # type: ignore[method-assign]
+        with pytest.raises(TypeError, match=f"{type(owner).__name__} may compute something else"):
+            fold(layer, norm)
+
+
+@pytest.mark.parametrize("of_layer", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_hooks_are_refused(of_layer: bool, before: bool) -> None:
+    layer, norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+    owner = layer if of_layer else norm
+    if before:
+        owner.register_forward_pre_hook(lambda module, args: None)
+    else:
+        owner.register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(ValueError, match=f"{type(owner).__name__} has forward hooks"):
+        fold(layer, norm)
+
+
+@pytest.mark.parametrize(
+    ("layer", "norm"),
+    [(nn.Linear(3, 3), nn.BatchNorm2d(3)), (nn.Conv2d(3, 3, 1), nn.BatchNorm1d(3)),
+     (nn.Conv1d(3, 3, 1), nn.BatchNorm3d(3)), (nn.Conv3d(3, 3, 1), nn.BatchNorm2d(3))],
+)  # fmt: skip
+def test_a_normalizer_of_other_dimensions_is_refused(layer: nn.Module, norm: nn.BatchNorm1d) -> None:
+    with pytest.raises(ValueError, match=f"{type(norm).__name__} does not take what {type(layer).__name__} gives"):
+        fold(layer, norm)
