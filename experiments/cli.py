@@ -1,8 +1,8 @@
 """The front door: ``whybn <study>`` plans, computes what is missing, draws, and says where everything is.
 
-Exit codes: 0 fine, 1 a run failed, 2 bad input (one line: what was given, what is allowed), 130 interrupted. Everything
-heavier than the standard library and pydantic is loaded where it is used, so that help answers at once and a study that
-is complete is drawn without loading torch.
+Exit codes: 0 fine, 1 a run or a check failed, 2 bad input (one line: what was given, what is allowed), 130 interrupted.
+Everything heavier than the standard library and pydantic is loaded where it is used, so that help answers at once and a
+study that is complete is drawn without loading torch.
 """
 
 from __future__ import annotations
@@ -111,13 +111,17 @@ def _study(study: Study[Any], words: list[str]) -> int:
     if missing and (code := _compute(missing, common.jobs)) != 0:
         return code
     written = [folder / "study.json"]
+    failed: list[str] = []
     for figure in study.figures:
         draw = importlib.import_module(f"analysis.figures.{figure.name}").draw
         drawn = draw(folder, **{name: getattr(drawing, name) for name in figure.options})
         _print_table(drawn.title, drawn.table)
         written += drawn.paths
+        failed += getattr(drawn, "failed", ())  # of a figure that also checks: one line each for what did not pass
     print(*written, sep="\n")
-    return 0
+    for line in failed:
+        print(f"whybn: {line}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _compute(jobs: Sequence[Job], workers: int) -> int:
