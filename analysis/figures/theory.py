@@ -1,17 +1,19 @@
-"""The papers' identities and theorems, from the record of the study of that name: a table, and five small pictures.
+"""The papers' identities and theorems, from the record of the study of that name: a table, and four small pictures.
 
-``theory``: the residual of every statement beside the bound it must keep, the table as a picture.
-``theory_epsilon``: how scale invariance is lost as epsilon grows against the variance. ``theory_scale``: the gradient's
-norm and the angle of one step against the norm of the weights. ``theory_failure``: what becomes of b and of the loss
-where normalization is outside the gradient. ``theory_coupling``: the share of a batch's Jacobian across its examples.
+``theory``: every statement in words with its source, its residual beside the bound it must keep, the table as a
+picture. ``theory_epsilon``: how scale invariance is lost as epsilon grows against the variance. ``theory_scale``: the
+gradient's norm and the angle of one step against the norm of the weights. ``theory_failure``: what becomes of b, of w
+and of the loss where normalization is outside the gradient, over many starts, and whether scaling makes it worse.
+``theory_coupling``: the share of a batch's Jacobian across its examples.
 
 A statement *holds* if its worst residual over all cases and seeds keeps its bound. The study fixed beforehand which
-should; one that does otherwise is called a surprise. The tests plant residuals on either side.
+should; one that does otherwise, or whose residual is not finite, is called a surprise, and `Checked.failed` says so.
+The tests plant residuals on either side.
 """
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +27,24 @@ from analysis import style
 from analysis.load import Study, StudyError, load_records, load_study
 
 NAME = "theory"
+# label, colour, dashes, width: where they lie on each other the wider is beneath, and all can be seen
 TREATMENTS = {
-    "centred": ("centred, outside the gradient", style.VERMILION, (0.0, (3.2, 1.6))),
-    "scaled": ("centred and scaled, outside", style.BLACK, (0.0, (1.0, 1.2))),
-    "through": ("gradient through the statistics", style.WITH_BN.color, "solid"),
+    "centred": ("centred only", style.SKY, "solid", 5.5),
+    "growing": ("scaled too, target asks for a larger w", style.ORANGE, "solid", 3.2),
+    "shrinking": ("scaled too, target asks for a smaller w", style.BLACK, "solid", 1.4),
+    "epsilon": ("the same with epsilon 0.1 in the scale", style.VERMILION, (0.0, (3.2, 1.6)), 1.4),
+    "through": ("the same, gradient through the statistics", style.GREEN, (0.0, (1.0, 1.6)), 1.8),
 }
-_LEAST = 1e-17  # where a residual of 0 is drawn
+_BELOW, _ZERO, _LEAST = -19.6, -18.2, -17.0  # log10 of where residuals below 0 and of 0 are drawn; the axis begins
+_TEXT = 7.5  # points
+_MOST = 1e100  # what is further out is drawn there
+
+
+@dataclass(frozen=True)
+class Checked(style.Drawn):
+    """Drawn, and what did not turn out as the study fixed it beforehand: one line each, none if all did."""
+
+    failed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,14 +62,20 @@ class _Judged:
 
     @property
     def verdict(self) -> str:
-        """``holds``, ``fails as printed``, or the two surprises."""
+        """``holds``, ``fails``, or the three surprises."""
+        if not math.isfinite(self.residual):
+            return "SURPRISE: not finite"  # shows nothing, of a true form or of a false one
         holds = self.residual <= self.bound
         if holds == (self.expected == "holds"):
             return "holds" if holds else "fails"
         return "SURPRISE: holds" if holds else "SURPRISE: fails"
 
+    @property
+    def surprise(self) -> bool:
+        return self.verdict.startswith("SURPRISE")
 
-def draw(folder: Path) -> style.Drawn:
+
+def draw(folder: Path) -> Checked:
     """Draw the study in ``folder`` into the same folder: theory and its four curves, each as .png, .pdf and .csv.
 
     Raises:
@@ -77,7 +97,14 @@ def draw(folder: Path) -> style.Drawn:
         paths: tuple[Path, ...] = ()
         for name, (figure, numbers) in drawn.items():
             paths += style.save(figure, folder, name, numbers)
-    return style.Drawn(paths, _table(judged), _title(judged), _caption(study, judged))
+    title = f"{_title(judged)}{_thrown(study)}"
+    failed = tuple(
+        f"{one.name}: {one.verdict.removeprefix('SURPRISE: ')}, expected: {one.expected} (residual {one.residual:.2g},"
+        f" bound {one.bound:g})"
+        for one in judged
+        if one.surprise
+    )
+    return Checked(paths, _table(judged), title, _caption(study, judged), failed)
 
 
 # --- reading
@@ -97,7 +124,7 @@ def _judge(study: Study) -> list[_Judged]:
             one["claim"],
             float(one["bound"]),
             one["expected"],
-            float(np.max(row["residual"])),  # NaN, a statement that could not be computed, is no pass
+            float(np.max(row["residual"]) if np.isfinite(row["residual"]).all() else np.nan),
             int(np.sum(row["exceeded"])),
             int(np.sum(row["cases"])),
         )
@@ -120,27 +147,66 @@ def _steps(study: Study, treatment: str) -> pd.DataFrame:
 
 
 def _table_figure(study: Study, judged: Sequence[_Judged]) -> Figure:
-    figure = style.new_figure(9.0, 0.2 * len(judged) + 0.9, _caption(study, judged))
-    axes = figure.subplots()
-    places = range(len(judged), 0, -1)
-    for place, one in zip(places, judged, strict=True):
-        color = style.WITH_BN.color if one.expected == "holds" else style.VERMILION
-        marker = "o" if one.expected == "holds" else "X"
-        surprise = one.verdict.startswith("SURPRISE")
-        axes.plot(max(one.residual, _LEAST), place, marker, ms=5.5, color=style.BLACK if surprise else color, zorder=3)
-        axes.plot([one.bound, one.bound], [place - 0.35, place + 0.35], color=style.GREY, lw=1.4)
+    width, source_width, claim_width = 11.5, 1.45, 5.25  # inches
+    claims = [style.wrap(one.claim, claim_width - 0.25, _TEXT) for one in judged]
+    heights = [0.17 + 0.125 * (len(lines) - 1) for lines in claims]
+    total = sum(heights)
+    figure = style.new_figure(width, total + 1.15, _caption(study, judged))
+    words, axes = figure.subplots(1, 2, width_ratios=(source_width + claim_width, 4.3), sharey=True)
+    words.set_axis_off()
+    words.set_xlim(0, source_width + claim_width)
+    top = total
+    right = max([3.0, *(math.log10(one.residual) + 1 for one in judged if 0 < one.residual < math.inf)])
+    for one, lines, height in zip(judged, claims, heights, strict=True):
+        place = top - height / 2
+        if judged.index(one) % 2:
+            for part in (words, axes):
+                part.axhspan(top - height, top, color="#F3F3F3", lw=0)
+        weight = "bold" if one.surprise else "normal"
+        at = {"size": _TEXT, "va": "center", "weight": weight, "linespacing": 1.15}
+        words.text(0.02, place, _short(one.source), **at)
+        words.text(source_width, place, "\n".join(lines), **at)
+        _mark(axes, one, place, height, right)
+        top -= height
     handles = [
-        axes.plot([], [], "o", color=style.WITH_BN.color, label="should hold")[0],
-        axes.plot([], [], "X", color=style.VERMILION, label="false form: should not")[0],
-        axes.plot([], [], "|", ms=9, mew=1.4, color=style.GREY, label="bound")[0],
+        axes.plot([], [], "o", ms=5, color=style.WITH_BN.color, label="should hold, and does")[0],
+        axes.plot([], [], "X", ms=6, color=style.VERMILION, label="false form, shown to be false")[0],
+        axes.plot([], [], "*", ms=9, color=style.BLACK, label="SURPRISE: not as expected, or not finite")[0],
+        axes.plot([], [], "|", ms=9, mew=1.6, color=style.GREY, label="bound")[0],
     ]
-    axes.set_xscale("log")
-    axes.set_xlabel("residual, the worst case (relative; standard errors where so said)")
-    axes.set_yticks(list(places), [_label(one.name) for one in judged], fontsize=7.5)
-    axes.set_ylim(0.3, len(judged) + 0.7)
+    ticks = list(range(-16, math.floor(right) + 1, 4))
+    axes.axvline(_LEAST, color=style.GREY, lw=0.7)
+    axes.axvline(right + 0.3, color=style.GREY, lw=0.7)
+    axes.set_xlim(_BELOW - 0.8, right + 2.3)
+    axes.set_xticks(
+        [_BELOW, _ZERO, *ticks, right + 1.3],
+        ["below 0", "exactly 0", *(f"1e{tick}" if tick else "1" for tick in ticks), "not\nfinite"],
+    )
+    for label in axes.get_xticklabels()[:2]:
+        label.set_rotation(90)
+    axes.set_xlabel("worst residual (relative, or in standard errors)")
+    axes.set_yticks([])
+    axes.set_ylim(0, total)
     axes.grid(visible=False, axis="y")
-    figure.legend(handles=handles, loc="outside upper left", ncols=3)
+    figure.legend(handles=handles, loc="outside upper left", ncols=4)
     return figure
+
+
+def _mark(axes: Axes, one: _Judged, place: float, height: float, right: float) -> None:
+    """The residual, the bound, and a line from one to the other."""
+    bound = math.log10(one.bound)
+    if not math.isfinite(one.residual):
+        at = right + 1.3
+    elif one.residual <= 0:
+        at = _ZERO if one.residual == 0 else _BELOW
+    else:
+        at = max(math.log10(one.residual), _LEAST)
+    color = style.WITH_BN.color if one.expected == "holds" else style.VERMILION
+    color = style.BLACK if one.surprise else color
+    marker, size = ("*", 9.0) if one.surprise else (("o", 5.0) if one.expected == "holds" else ("X", 6.0))
+    axes.plot([bound, at], [place, place], color=color, lw=0.7, alpha=0.6)
+    axes.plot([bound, bound], [place - height * 0.38, place + height * 0.38], color=style.GREY, lw=1.6)
+    axes.plot(at, place, marker, ms=size, color=color, zorder=3)
 
 
 def _epsilon(study: Study) -> tuple[Figure, pd.DataFrame]:
@@ -173,17 +239,17 @@ def _scale(study: Study) -> tuple[Figure, pd.DataFrame]:
     caption = (
         "The same weights at other sizes, epsilon 0. With BN the gradient's norm falls as 1/|w| (left) and the angle "
         "that one step of plain gradient descent turns the weights by as 1/|w| squared, until it saturates at a "
-        "right angle (right): eta/|w| squared is the rate that counts. Straight grey lines have slopes -1 and -2."
+        "right angle (right): eta/|w| squared is the rate that counts."
     )
     figure = style.new_figure(7.0, 3.2, caption)
     left, right = figure.subplots(1, 2)
     norm, gradient, turned = (curve[name].to_numpy() for name in ("norm", "gradient", "turned"))
     middle = len(norm) // 2
-    left.plot(norm, gradient[middle] * norm[middle] / norm, color="#BBBBBB", lw=5)
+    left.plot(norm, gradient[middle] * norm[middle] / norm, color="#BBBBBB", lw=5, label="slope -1")
     left.plot(norm, gradient, color=style.WITH_BN.color, label="with BN")
     dashes = style.WITHOUT_BN.dashes
     left.plot(norm, curve["plain_gradient"], color=style.WITHOUT_BN.color, ls=dashes, label="without BN")
-    right.plot(norm, turned[-1] * (norm[-1] / norm) ** 2, color="#BBBBBB", lw=5)
+    right.plot(norm, turned[-1] * (norm[-1] / norm) ** 2, color="#BBBBBB", lw=5, label="slope -2")
     right.plot(norm, turned, color=style.WITH_BN.color, label="with BN")
     right.set_ylim(turned.min() / 2, np.pi)
     for axes, title, label in (
@@ -195,34 +261,88 @@ def _scale(study: Study) -> tuple[Figure, pd.DataFrame]:
         axes.set_xlabel("|W|")
         axes.set_ylabel(label)
         axes.set_title(title)
-    left.legend()
+        axes.legend()
     return figure, curve
 
 
 def _failure(study: Study) -> tuple[Figure, pd.DataFrame]:
-    rate = study.setting("measures", "rate")
+    rate, starts = study.setting("measures", "rate"), study.setting("measures", "starts")
+    tables = {treatment: _steps(study, treatment) for treatment in TREATMENTS}
     caption = (
-        "The motivating failure: x = w u + b is normalized, and the gradient takes the mean (and the deviation) for "
-        "constants. It keeps asking for a larger b, which the normalization takes out again: b grows and the loss "
-        "stands still. With scaling it also asks for a smaller w, the deviation it divides by shrinks, steps grow, "
-        "and both are thrown far. Where the gradient goes through the statistics it is 0, and nothing moves. Plain "
-        f"gradient descent, learning rate {rate:g}; loss mean (x-hat - 1) squared / 2, which no b and no w can change."
+        "The motivating failure (Ioffe & Szegedy 2015, section 2): x = w u + b is normalized to x-hat, and the "
+        "gradient takes the mean, and the deviation, for constants. Gradient descent on mean (x-hat - 1 - c u) "
+        f"squared / 2, c = 0 but for the larger w (c = 2), learning rate {rate:g}; median of {starts} starts with "
+        "other u and w, band 10th to 90th percentile. Centring alone, as printed: b grows by the rate at every step,"
+        " the loss stands still. Scaled, where the target asks for a smaller w, the deviation that is divided by "
+        "reaches 0 in finite time and b is thrown; from then on w/sqrt(rate) follows Boole's map y - 1/y, single "
+        "paths mean nothing, and b grows like the root of time, up to a slow factor. Where it asks for a larger one "
+        "both grow like the root of time. Is scaling worse, then (right: b of scaled, smaller w, over b of centred; "
+        "band of the middle rate)? By several times around a time of 1 to 10; less and less after, "
+        "and in the long run b is behind. With epsilon (and a rate under 2 epsilon) w dies, the loss falls once to "
+        "where it stays, and b grows 1/sqrt(epsilon) times as fast as centred for good. Through the statistics "
+        f"nothing moves.{_thrown(study)}"
     )
-    figure = style.new_figure(8.6, 3.1, caption)
-    panels = figure.subplots(1, 3)
-    tables = []
-    for treatment, (label, color, dashes) in TREATMENTS.items():
-        table = _steps(study, treatment)
-        tables.append(table.assign(treatment=treatment))
-        for axes, name in zip(panels, ("b", "w", "loss"), strict=True):
-            axes.plot(table["step"], table[name], color=color, ls=dashes, lw=1.5, label=label)
-    for axes, title in zip(panels, ("b", "w", "loss, the same in all three"), strict=True):
+    figure = style.new_figure(11.5, 3.5, caption)
+    panels = figure.subplots(1, 4)
+    for treatment, (label, color, dashes, width) in TREATMENTS.items():
+        table = tables[treatment]
+        for axes, name in zip(panels, ("b", "w", "loss"), strict=False):
+            if (treatment, name) == ("centred", "w"):
+                continue  # it is not learned there
+            low, middle, high = (
+                # matplotlib's symlog overflows on the way to the largest numbers there are
+                table[f"{name}{part}"].clip(-_MOST, _MOST)
+                for part in ("_low", "", "_high")
+            )
+            if name != "loss":
+                axes.fill_between(table["step"], low, high, color=color, alpha=0.18, lw=0)
+            width = 0.7 if (treatment, name) == ("shrinking", "w") else width
+            axes.plot(table["step"], middle, color=color, ls=dashes, lw=width, label=label)
+    for axes, title in zip(panels, ("b", "w, where it is learned", "loss"), strict=False):
         axes.set_title(title)
         axes.set_xlabel("steps of gradient descent")
-    _no_smaller_than(panels[2], 0.5)
+    for axes, linear in ((panels[0], 0.1), (panels[1], 1.0)):
+        axes.set_yscale("symlog", linthresh=linear)
+        axes.axhline(0, color=style.GREY, lw=0.6)
+    panels[0].set_xscale("symlog", linthresh=1)
+    panels[0].set_xlim(0, None)
+    _no_smaller_than(panels[2], 0.6)
+    reach = _curve(study, "reach")
+    _worse(panels[3], reach)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=3)
-    return figure, pd.concat(tables, ignore_index=True)
+    steps = pd.concat([table.assign(treatment=name) for name, table in tables.items()], ignore_index=True)
+    return figure, pd.concat([steps, reach.assign(treatment="shrinking over centred")], ignore_index=True)
+
+
+def _worse(axes: Axes, reach: pd.DataFrame) -> None:
+    rates = sorted(reach["rate"].unique())
+    for k, rate in enumerate(rates):
+        one = reach[reach["rate"] == rate]
+        dashes = ("solid", (0.0, (4.0, 1.5)), (0.0, (1.0, 1.2)))[k % 3]
+        if k == len(rates) // 2:
+            axes.fill_between(one["time"], one["low"], one["high"], color=style.BLACK, alpha=0.15, lw=0)
+        axes.plot(one["time"], one["ratio"], color=style.BLACK, ls=dashes, lw=1.4, label=f"rate {rate:g}")
+    axes.axhline(1, color=style.SKY, lw=2.5, zorder=1)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_yticks([0.25, 0.5, 1, 2, 4, 8], ["1/4", "1/2", "1", "2", "4", "8"])
+    axes.minorticks_off()
+    axes.set_title("b, scaled (smaller w) / centred")
+    axes.set_xlabel("time: rate x steps")
+    axes.legend(loc="lower left")
+
+
+def _thrown(study: Study) -> str:
+    """A sentence on starts of the failure that left the numbers there are; nothing where none did."""
+    starts, parts = study.setting("measures", "starts"), []
+    for treatment in TREATMENTS:
+        table = _steps(study, treatment)
+        kept = table["finite"].min()
+        if kept < starts:
+            step = int(table.loc[table["finite"] < starts, "step"].iloc[0])
+            parts.append(f"{starts - kept:g} of {starts} starts of {treatment} are not finite, from step {step}")
+    return f" NOT FINITE: {'; '.join(parts)}; what is drawn is of the others." if parts else ""
 
 
 def _no_smaller_than(axes: Axes, half: float) -> None:
@@ -261,9 +381,8 @@ def _coupling(study: Study) -> tuple[Figure, pd.DataFrame]:
 # --- saying
 
 
-def _label(name: str) -> str:
-    """``theorem 4.1 at y`` for theorem_4_1_at_y."""
-    return re.sub(r"(\d) (\d)", r"\1.\2", name.replace("_", " ")).replace(" c1", " C.1")
+def _short(source: str) -> str:
+    return source.replace("Ioffe & Szegedy 2015", "I&S").replace("Santurkar et al. 2018", "S+")
 
 
 def _record(one: _Judged) -> dict[str, object]:
@@ -283,7 +402,7 @@ def _record(one: _Judged) -> dict[str, object]:
 def _table(judged: Sequence[_Judged]) -> pd.DataFrame:
     rows = [
         (
-            one.source.replace("Ioffe & Szegedy 2015", "I&S").replace("Santurkar et al. 2018", "S+"),
+            _short(one.source),
             one.claim,
             f"{one.residual:.1e}",
             f"{one.bound:.0e}" if one.bound < 1 else f"{one.bound:g}",
@@ -296,7 +415,7 @@ def _table(judged: Sequence[_Judged]) -> pd.DataFrame:
 
 
 def _title(judged: Sequence[_Judged]) -> str:
-    surprises = [one.name for one in judged if one.verdict.startswith("SURPRISE")]
+    surprises = [one.name for one in judged if one.surprise]
     held = sum(one.verdict == "holds" for one in judged)
     failed = sum(one.verdict == "fails" for one in judged)
     text = (
@@ -309,9 +428,13 @@ def _title(judged: Sequence[_Judged]) -> str:
 def _caption(study: Study, judged: Sequence[_Judged]) -> str:
     cases, seeds = max(one.cases for one in judged), style.and_list([str(seed) for seed in study.seeds])
     return (
-        f"Residuals of {len(judged)} statements in float64 with batch normalization from primitives, the worst of up "
-        f"to {cases} random cases (seed {seeds}). An identity's residual is the difference of its sides over their "
-        "size, an inequality's the relative excess of its smaller side; a statement about a mean has standard errors. "
-        "Residuals of 0 and below are drawn at the left edge. A blue dot must lie left of its bar, a red cross right "
-        "of it."
+        f"{len(judged)} statements of Ioffe & Szegedy 2015 (I&S) and Santurkar et al. 2018 (S+), computed in float64 "
+        f"with batch normalization from primitives: the worst residual of up to {cases} cases (seed {seeds}), and the"
+        " bound it must keep. An identity's residual is the difference of its sides over their size, an inequality's"
+        " the relative excess of its smaller side; a statement about a mean has standard errors. What should hold "
+        "must lie left of its bound (blue dot). A false form, as printed or broken on purpose, must lie right of it "
+        "(red cross). Anything else, and a residual that is not finite, is a failed check. y = Wx is one unit's "
+        "batch of m, y-hat is y normalized with epsilon 0 and biased variance sigma squared, z = gamma y-hat + beta;"
+        " g and H are gradient and Hessian of the loss L at z, L-hat is the loss as a function of y or of the "
+        "weights."
     )

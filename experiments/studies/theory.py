@@ -2,13 +2,14 @@
 
 Nothing is trained. Statements, their sources and the bounds they are held to are in `experiments.statements`, the
 computation of each in `experiments.identities`. Beside the table four curves: how scale invariance is lost to epsilon,
-how gradients fall with the size of the weights, the motivating failure of Ioffe & Szegedy (2015, section 2), and how
-much of a batch's Jacobian lies across its examples.
+how gradients fall with the size of the weights, the motivating failure of Ioffe & Szegedy (2015, section 2) with the
+question whether scaling makes it worse, and how much of a batch's Jacobian lies across its examples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -26,7 +27,15 @@ RATIOS = tuple(10 ** (k / 4) for k in range(-24, 13))  # epsilon over variance: 
 SCALES = tuple(2 ** (k / 2) for k in range(-10, 11))  # of the weights: 1/32 to 32
 BATCHES = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 FACTOR = 2.0  # a, where invariance to it is measured against epsilon
-TREATMENTS: tuple[Literal["centred", "scaled", "through"], ...] = ("centred", "scaled", "through")
+TREATMENTS: tuple[Literal["centred", "shrinking", "growing", "epsilon", "through"], ...] = (
+    "centred",
+    "shrinking",
+    "growing",
+    "epsilon",
+    "through",
+)
+TIMES = tuple(2.0**k for k in range(-3, 9))  # rate times steps: where scaling is compared with centring
+RATES = (0.01, 0.04, 0.16)
 
 
 class TheoryFields(Frozen):
@@ -34,8 +43,9 @@ class TheoryFields(Frozen):
 
     cases: Count = Field(50, description="random cases each statement is checked on")
     draws: Annotated[int, Field(ge=2)] = Field(2000, description="batches a share of the Jacobian is averaged over")
-    steps: Count = Field(200, description="steps of gradient descent in the motivating failure")
+    steps: Count = Field(1000, description="steps of gradient descent in the motivating failure")
     rate: Positive = Field(0.05, description="its learning rate")
+    starts: Count = Field(50, description="starts of it, each with its own examples and weight")
 
 
 class TheoryDrawing(Frozen):
@@ -50,6 +60,9 @@ class TheoryMeasures(MeasuresConfig):
     draws: Count
     steps: Count
     rate: Positive
+    starts: Count
+    times: tuple[float, ...] = TIMES
+    rates: tuple[float, ...] = RATES
     ratios: tuple[float, ...] = RATIOS
     factor: float = FACTOR
     scales: tuple[float, ...] = SCALES
@@ -58,7 +71,7 @@ class TheoryMeasures(MeasuresConfig):
 
 def configure(fields: TheoryFields, arm: Arm, seed: int, device: Device) -> Computation:
     """The one arm there is; on the CPU, whatever the device: float64 is what these numbers need."""
-    measures = TheoryMeasures(cases=fields.cases, draws=fields.draws, steps=fields.steps, rate=fields.rate)
+    measures = TheoryMeasures(**dict(fields))
     return Computation(seed=seed, measures=measures, machine=MachineConfig(device="cpu"))
 
 
@@ -73,22 +86,18 @@ def compute(config: Computation) -> Iterator[tuple[int, str, Rows]]:
         found = identities.check(statement.name, bound=statement.bound, cases=measures.cases, seed=seed)
         values = {"residual": found.residual, "exceeded": float(found.exceeded), "cases": float(found.cases)}
         yield 0, "statement", Rows(statement.name, values)
-    curves = {
-        "epsilon": {"ratio": measures.ratios, **identities.invariance(measures.ratios, a=measures.factor, seed=seed)},
-        "scale": {"scale": measures.scales, **identities.gradient_norms(measures.scales, seed=seed)},
-        "coupling": {
-            "m": measures.batches,
-            **identities.coupling(measures.batches, draws=measures.draws, seed=seed),
-        },
-    }
-    for probe, curve in curves.items():
-        yield 0, probe, Rows("-", curve)
-    failures = [
-        identities.failure(treatment, steps=measures.steps, rate=measures.rate, seed=seed) for treatment in TREATMENTS
-    ]
+    invariance = identities.invariance(measures.ratios, a=measures.factor, seed=seed)
+    norms = identities.gradient_norms(measures.scales, seed=seed)
+    coupling = identities.coupling(measures.batches, draws=measures.draws, seed=seed)
+    yield 0, "epsilon", Rows("-", {"ratio": measures.ratios, **invariance})
+    yield 0, "scale", Rows("-", {"scale": measures.scales, **norms})
+    yield 0, "coupling", Rows("-", {"m": measures.batches, **coupling})
+    yield 0, "reach", Rows("-", {**identities.reach(measures.times, measures.rates, seed=seed)})
+    descend = partial(identities.failure, steps=measures.steps, rate=measures.rate, starts=measures.starts, seed=seed)
+    runs = {treatment: descend(treatment).summary() for treatment in TREATMENTS}
     for step in range(measures.steps + 1):
-        for treatment, run in zip(TREATMENTS, failures, strict=True):
-            yield step, f"failure.{treatment}", Rows("-", {"b": run.b[step], "w": run.w[step], "loss": run.loss[step]})
+        for treatment, run in runs.items():
+            yield step, f"failure.{treatment}", Rows("-", {name: float(values[step]) for name, values in run.items()})
 
 
 STUDY = Study(
@@ -99,12 +108,14 @@ STUDY = Study(
         "the residual of each statement, the worst of many random cases, beside the bound it must keep",
         "the loss of scale invariance as epsilon grows against the variance",
         "the norm of the gradient, and the angle one step turns the weights by, against the norm of the weights",
-        "b, w and the loss where normalization is outside the gradient, and where it is inside",
+        "b, w and the loss where normalization is outside the gradient, and where it is inside, over many starts",
+        "how far b gets with scaling over how far it gets without, at several rates and lengths",
         "the share of the Jacobian that lies across examples, against the batch size",
     ),
     rule=(
         "A statement holds if its residual keeps its bound in every case, and is false as printed if one case breaks"
-        " it. Which of the two is expected is fixed beforehand; any other outcome is a failure of this toolkit."
+        " it; a residual that is not finite shows neither. Which of the two is expected is fixed beforehand; any other"
+        " outcome is a failure of this toolkit, and the command's exit code is 1."
     ),
     control=(
         "False forms stand among the true ones: gradients with a path cut, any scalar for a positive one, bounds"
@@ -112,7 +123,7 @@ STUDY = Study(
     ),
     fields=TheoryFields,
     presets={
-        "smoke": Preset(seeds=1, fields={"cases": 20, "draws": 50, "steps": 60}),
+        "smoke": Preset(seeds=1, fields={"cases": 20, "draws": 50, "steps": 60, "starts": 10}),
         "laptop": Preset(seeds=1, fields={}),
         "paper": Preset(seeds=1, fields={"cases": 400}),
     },

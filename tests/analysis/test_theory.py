@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.axes import Axes
 
 from analysis.figures import theory
 from analysis.figures.theory import draw
-from analysis.load import StudyError, load_study
-from analysis.style import Drawn
+from analysis.load import Study, StudyError, load_study
+from analysis.style import Drawn, look
 from diagnostics.record import RunWriter, run_id
+from tests.analysis.unrendered import unrendered
 
 STATEMENTS = [
     {"name": "theorem_4_1", "source": "Santurkar et al. 2018, Theorem 4.1", "claim": "so", "bound": 1e-10,
@@ -26,18 +30,27 @@ STATEMENTS = [
 GOOD = {"theorem_4_1": 1e-15, "unbiased": 1.2, "false_form": 2.0}
 
 
-def plant(folder: Path, residuals: list[dict[str, float]], *, name: str = "theory") -> Path:
+def plant(
+    folder: Path, residuals: list[dict[str, float]], *, name: str = "theory", finite: tuple[float, ...] = (9, 9, 9, 9)
+) -> Path:
     """One run for each seed's residuals, and curves whose numbers are known."""
     entries = []
     for seed, of_seed in enumerate(residuals):
         config = {
             "seed": seed,
-            "measures": {"statements": STATEMENTS, "factor": 2.0, "draws": 10, "rate": 0.05, "steps": 3},
+            "measures": {
+                "statements": STATEMENTS,
+                "factor": 2.0,
+                "draws": 10,
+                "rate": 0.05,
+                "steps": 3,
+                "starts": 9,
+            },
         }
         path = f"runs/float64-s{seed}-{run_id(config)}"
         with RunWriter(folder / path, config=config, environment={}) as writer:
             for layer, residual in of_seed.items():
-                broken = float(residual > 1e-10)
+                broken = float(not residual <= 1e-10)
                 writer.write(0, "statement", layer, {"residual": residual, "exceeded": broken, "cases": 7.0})
             curve = [0.1 + seed, 1.0, 10.0]
             writer.write(0, "epsilon", "-", dict.fromkeys(("ratio", "output", "du", "dw", "predicted"), curve))
@@ -45,10 +58,16 @@ def plant(folder: Path, residuals: list[dict[str, float]], *, name: str = "theor
                 0, "scale", "-", dict.fromkeys(("scale", "norm", "gradient", "turned", "plain_gradient"), curve)
             )
             writer.write(0, "coupling", "-", {"m": [4.0, 8.0], "share": [0.4, 0.2], "error": [0.01, 0.02]})
+            rates = {"rate": [0.1, 0.1, 0.2, 0.2], "time": [1.0, 2.0] * 2}
+            ratios = {one: [2.0, 0.5, 3.0, 0.6] for one in ("ratio", "low", "high")}
+            writer.write(0, "reach", "-", rates | ratios | {"share": [0.5] * 4, "finite": [9.0] * 4})
             for step in range(4):
                 writer.advance(step)
-                for k, treatment in enumerate(("centred", "scaled", "through")):
-                    writer.write(step, f"failure.{treatment}", "-", {"b": step * k, "w": 1.0, "loss": 1.0})
+                for k, treatment in enumerate(theory.TREATMENTS):
+                    values = {"b": step * k, "w": 1.0, "loss": 1.0}
+                    spread = {f"{one}_{part}": v for one, v in values.items() for part in ("low", "high", "far")}
+                    kept = finite[step] if treatment == "shrinking" else 9.0
+                    writer.write(step, f"failure.{treatment}", "-", values | spread | {"finite": kept})
         entries.append({"arm": "float64", "seed": seed, "id": run_id(config), "path": path})
     description = {
         "format": 1, "study": name, "question": "?", "preset": "laptop", "seeds": list(range(len(residuals))),
@@ -86,19 +105,104 @@ def test_curves_are_the_first_seeds(drawn: tuple[Path, Drawn]) -> None:
     assert pd.read_csv(folder / "theory_scale.csv")["gradient"].tolist() == [0.1, 1, 10]
     assert pd.read_csv(folder / "theory_coupling.csv")["share"].tolist() == [0.4, 0.2]
     failure = pd.read_csv(folder / "theory_failure.csv")
-    assert failure[failure.treatment == "through"]["b"].tolist() == [0, 2, 4, 6]
+    assert failure[failure.treatment == "through"]["b"].tolist() == [0, 4, 8, 12]
+    assert failure[failure.treatment == "shrinking over centred"]["ratio"].tolist() == [2, 0.5, 3, 0.6]
 
 
 @pytest.mark.parametrize(
     ("changed", "verdict"),
-    [({"theorem_4_1": 1e-9}, "SURPRISE: fails"), ({"theorem_4_1": math.nan}, "SURPRISE: fails"),
-     ({"unbiased": 4.6}, "SURPRISE: fails"), ({"false_form": 1e-11}, "SURPRISE: holds")],
+    [({"theorem_4_1": 1e-9}, "SURPRISE: fails"), ({"theorem_4_1": math.nan}, "SURPRISE: not finite"),
+     ({"theorem_4_1": -math.inf}, "SURPRISE: not finite"), ({"false_form": math.nan}, "SURPRISE: not finite"),
+     ({"false_form": math.inf}, "SURPRISE: not finite"), ({"unbiased": 4.6}, "SURPRISE: fails"),
+     ({"false_form": 1e-11}, "SURPRISE: holds")],
 )  # fmt: skip
 def test_what_is_not_is_called_a_surprise_by_name(tmp_path: Path, changed: dict[str, float], verdict: str) -> None:
     judged = theory._judge(load_study(plant(tmp_path, [GOOD | changed])))
     (name,) = changed
     assert {one.name: one.verdict for one in judged}[name] == verdict
     assert theory._title(judged).endswith(f"NOT AS EXPECTED: {name}")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("name", GOOD)
+def test_one_seed_that_is_not_finite_is_enough(tmp_path: Path, name: str, order: int) -> None:
+    seeds = [GOOD, GOOD | {name: math.nan}][::order]
+    judged = {one.name: one for one in theory._judge(load_study(plant(tmp_path, seeds)))}
+    assert judged[name].verdict == "SURPRISE: not finite"
+
+
+def test_what_did_not_pass_is_said_line_by_line(tmp_path: Path, drawn: tuple[Path, Drawn]) -> None:
+    _, found = drawn
+    assert isinstance(found, theory.Checked)
+    assert found.failed == ()
+    planted = plant(tmp_path, [GOOD | {"theorem_4_1": math.nan, "false_form": 1e-11}])
+    with unrendered():
+        said = draw(planted)
+    assert said.failed == (
+        "theorem_4_1: not finite, expected: holds (residual nan, bound 1e-10)",
+        "false_form: holds, expected: fails (residual 1e-11, bound 1e-10)",
+    )
+
+
+def test_starts_that_are_thrown_out_are_said(tmp_path: Path, drawn: tuple[Path, Drawn]) -> None:
+    _, found = drawn
+    assert "NOT FINITE" not in found.title
+    with unrendered():
+        thrown = draw(plant(tmp_path, [GOOD], finite=(9, 9, 4, 3)))
+    assert "NOT FINITE: 6 of 9 starts of shrinking are not finite, from step 2" in thrown.title
+
+
+def marks(judged: list[theory._Judged], study: Study) -> tuple[list[tuple[str, float]], Axes]:
+    """Marker and place of every residual in the picture, from above, and its axes."""
+    with look():
+        axes = theory._table_figure(study, judged).axes[1]
+    drawn = [line for line in axes.lines if str(line.get_marker()) in "oX*" and len(line.get_xdata())]
+    return [(str(line.get_marker()), float(line.get_xdata()[0])) for line in drawn], axes
+
+
+def test_every_residual_has_its_place_in_the_picture(tmp_path: Path) -> None:
+    study = load_study(plant(tmp_path, [GOOD]))
+    one = theory._judge(study)[0]
+    residuals = {1e-15: -15, 0.0: theory._ZERO, -0.3: theory._BELOW, 1e-30: theory._LEAST}
+    judged = [replace(one, residual=residual) for residual in residuals]
+    judged += [replace(one, residual=math.nan), replace(one, residual=1e2)]
+    judged += [replace(one, residual=1e2, expected="fails"), replace(one, residual=math.nan, expected="fails")]
+    drawn, axes = marks(judged, study)
+    assert [x for _, x in drawn[:4]] == pytest.approx(list(residuals.values()))
+    assert "".join(marker for marker, _ in drawn) == "oooo**X*"
+    edge = drawn[4][1]
+    assert edge == drawn[7][1] > drawn[5][1]
+    labels = {tick.get_text(): x for x, tick in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)}
+    assert labels["exactly 0"] == theory._ZERO
+    assert labels["below 0"] == theory._BELOW
+    assert labels["not\nfinite"] == edge
+    assert axes.get_xlim()[0] < theory._BELOW < theory._ZERO < theory._LEAST
+    assert edge < axes.get_xlim()[1]
+
+
+def test_the_picture_says_claims_and_sources_and_all_four_marks(tmp_path: Path) -> None:
+    study = load_study(plant(tmp_path, [GOOD]))
+    with look():
+        figure = theory._table_figure(study, theory._judge(study))
+    words = [text.get_text() for text in figure.axes[0].texts]
+    assert words == ["S+, Theorem 4.1", "so", "I&S, Algorithm 2", "a mean", "I&S, section 3", "any"]
+    (legend,) = figure.legends
+    assert [text.get_text().split(":")[0] for text in legend.get_texts()] == [
+        "should hold, and does", "false form, shown to be false", "SURPRISE", "bound",
+    ]  # fmt: skip
+
+
+def test_lines_that_coincide_can_all_be_seen(tmp_path: Path) -> None:
+    """Where treatments lie on each other the later is drawn thinner, so that the earlier shows beneath."""
+    study = load_study(plant(tmp_path, [GOOD]))
+    with look():
+        figure, _ = theory._failure(study)
+    loss = [line for line in figure.axes[2].lines if line.get_label() in {one[0] for one in theory.TREATMENTS.values()}]
+    solid = [line.get_linewidth() for line in loss if line.get_linestyle() == "-"]
+    assert len(loss) == 5
+    assert all(thin < 0.65 * wide for wide, thin in pairwise(solid))
+    assert len(solid) == 3
+    assert len({line.get_color() for line in loss}) == 5
 
 
 def test_other_studies_and_missing_statements_are_refused(tmp_path: Path) -> None:
