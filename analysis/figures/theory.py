@@ -36,6 +36,7 @@ TREATMENTS = {
     "through": ("the same, gradient through the statistics", style.GREEN, (0.0, (1.0, 1.6)), 1.8),
 }
 _BELOW, _ZERO, _LEAST = -19.6, -18.2, -17.0  # log10 of where residuals below 0 and of 0 are drawn; the axis begins
+_LARGEST, _NOT_FINITE = 4, 5.3  # log10 of where larger ones are drawn, and those that are not finite
 _TEXT = 7.5  # points
 _MOST = 1e100  # what is further out is drawn there
 
@@ -156,7 +157,6 @@ def _table_figure(study: Study, judged: Sequence[_Judged]) -> Figure:
     words.set_axis_off()
     words.set_xlim(0, source_width + claim_width)
     top = total
-    right = max([3.0, *(math.log10(one.residual) + 1 for one in judged if 0 < one.residual < math.inf)])
     for one, lines, height in zip(judged, claims, heights, strict=True):
         place = top - height / 2
         if judged.index(one) % 2:
@@ -166,7 +166,7 @@ def _table_figure(study: Study, judged: Sequence[_Judged]) -> Figure:
         at = {"size": _TEXT, "va": "center", "weight": weight, "linespacing": 1.15}
         words.text(0.02, place, _short(one.source), **at)
         words.text(source_width, place, "\n".join(lines), **at)
-        _mark(axes, one, place, height, right)
+        _mark(axes, one, place, height)
         top -= height
     handles = [
         axes.plot([], [], "o", ms=5, color=style.WITH_BN.color, label="should hold, and does")[0],
@@ -174,15 +174,15 @@ def _table_figure(study: Study, judged: Sequence[_Judged]) -> Figure:
         axes.plot([], [], "*", ms=9, color=style.BLACK, label="SURPRISE: not as expected, or not finite")[0],
         axes.plot([], [], "|", ms=9, mew=1.6, color=style.GREY, label="bound")[0],
     ]
-    ticks = list(range(-16, math.floor(right) + 1, 4))
+    ticks = list(range(-16, _LARGEST + 1, 4))
     axes.axvline(_LEAST, color=style.GREY, lw=0.7)
-    axes.axvline(right + 0.3, color=style.GREY, lw=0.7)
-    axes.set_xlim(_BELOW - 0.8, right + 2.3)
+    axes.axvline(_LARGEST + 0.3, color=style.GREY, lw=0.7)
+    axes.set_xlim(_BELOW - 0.8, _LARGEST + 2.3)
     axes.set_xticks(
-        [_BELOW, _ZERO, *ticks, right + 1.3],
-        ["below 0", "exactly 0", *(f"1e{tick}" if tick else "1" for tick in ticks), "not\nfinite"],
+        [_BELOW, _ZERO, *ticks, _NOT_FINITE],
+        ["below 0", "exactly 0", *(f"1e{tick}" if tick else "1" for tick in ticks), "not finite"],
     )
-    for label in axes.get_xticklabels()[:2]:
+    for label in (*axes.get_xticklabels()[:2], axes.get_xticklabels()[-1]):
         label.set_rotation(90)
     axes.set_xlabel("worst residual (relative, or in standard errors)")
     axes.set_yticks([])
@@ -192,15 +192,15 @@ def _table_figure(study: Study, judged: Sequence[_Judged]) -> Figure:
     return figure
 
 
-def _mark(axes: Axes, one: _Judged, place: float, height: float, right: float) -> None:
+def _mark(axes: Axes, one: _Judged, place: float, height: float) -> None:
     """The residual, the bound, and a line from one to the other."""
     bound = math.log10(one.bound)
     if not math.isfinite(one.residual):
-        at = right + 1.3
+        at = _NOT_FINITE
     elif one.residual <= 0:
         at = _ZERO if one.residual == 0 else _BELOW
     else:
-        at = max(math.log10(one.residual), _LEAST)
+        at = min(max(math.log10(one.residual), _LEAST), _LARGEST)
     color = style.WITH_BN.color if one.expected == "holds" else style.VERMILION
     color = style.BLACK if one.surprise else color
     marker, size = ("*", 9.0) if one.surprise else (("o", 5.0) if one.expected == "holds" else ("X", 6.0))
@@ -431,10 +431,10 @@ def _caption(study: Study, judged: Sequence[_Judged]) -> str:
         f"{len(judged)} statements of Ioffe & Szegedy 2015 (I&S) and Santurkar et al. 2018 (S+), computed in float64 "
         f"with batch normalization from primitives: the worst residual of up to {cases} cases (seed {seeds}), and the"
         " bound it must keep. An identity's residual is the difference of its sides over their size, an inequality's"
-        " the relative excess of its smaller side; a statement about a mean has standard errors. What should hold "
-        "must lie left of its bound (blue dot). A false form, as printed or broken on purpose, must lie right of it "
-        "(red cross). Anything else, and a residual that is not finite, is a failed check. y = Wx is one unit's "
-        "batch of m, y-hat is y normalized with epsilon 0 and biased variance sigma squared, z = gamma y-hat + beta;"
-        " g and H are gradient and Hessian of the loss L at z, L-hat is the loss as a function of y or of the "
-        "weights."
+        " the relative excess of its smaller side (below 0: kept with room); a statement about a mean has standard "
+        "errors. What should hold must lie left of its bound (blue dot). A false form, as printed or broken on "
+        "purpose, must lie right of it (red cross). Anything else, and a residual that is not finite, is a failed "
+        "check. y = Wx is one unit's batch of m, y-hat is y normalized with epsilon 0 and biased variance sigma "
+        "squared, z = gamma y-hat + beta; g and H are gradient and Hessian of the loss L at z, L-hat is the loss as "
+        "a function of y or of the weights."
     )

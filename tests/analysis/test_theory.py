@@ -163,19 +163,19 @@ def marks(judged: list[theory._Judged], study: Study) -> tuple[list[tuple[str, f
 def test_every_residual_has_its_place_in_the_picture(tmp_path: Path) -> None:
     study = load_study(plant(tmp_path, [GOOD]))
     one = theory._judge(study)[0]
-    residuals = {1e-15: -15, 0.0: theory._ZERO, -0.3: theory._BELOW, 1e-30: theory._LEAST}
+    residuals = {1e-15: -15, 0.0: theory._ZERO, -0.3: theory._BELOW, 1e-30: theory._LEAST, 1e40: theory._LARGEST}
     judged = [replace(one, residual=residual) for residual in residuals]
     judged += [replace(one, residual=math.nan), replace(one, residual=1e2)]
     judged += [replace(one, residual=1e2, expected="fails"), replace(one, residual=math.nan, expected="fails")]
     drawn, axes = marks(judged, study)
-    assert [x for _, x in drawn[:4]] == pytest.approx(list(residuals.values()))
-    assert "".join(marker for marker, _ in drawn) == "oooo**X*"
-    edge = drawn[4][1]
-    assert edge == drawn[7][1] > drawn[5][1]
+    assert [x for _, x in drawn[:5]] == pytest.approx(list(residuals.values()))
+    assert "".join(marker for marker, _ in drawn) == "oooo***X*"
+    edge = drawn[5][1]
+    assert edge == drawn[8][1] > drawn[6][1]
     labels = {tick.get_text(): x for x, tick in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)}
     assert labels["exactly 0"] == theory._ZERO
     assert labels["below 0"] == theory._BELOW
-    assert labels["not\nfinite"] == edge
+    assert labels["not finite"] == edge
     assert axes.get_xlim()[0] < theory._BELOW < theory._ZERO < theory._LEAST
     assert edge < axes.get_xlim()[1]
 
