@@ -69,6 +69,7 @@ def test_fields_are_what_is_computed_with(tmp_path: Path) -> None:
 def test_the_treatments_are_those_that_are_computed() -> None:
     assert theory.TREATMENTS == identities.TREATMENTS
     assert set(drawn.TREATMENTS) == set(theory.TREATMENTS)
+    assert f"epsilon {identities.EPSILON:g} " in drawn.TREATMENTS["epsilon"][0]
 
 
 def test_the_command_draws_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
