@@ -280,7 +280,8 @@ def _failure(study: Study) -> tuple[Figure, pd.DataFrame]:
         "band of the middle rate)? By several times around a time of 1 to 10; less and less after, "
         "and in the long run b is behind. With epsilon (and a rate under 2 epsilon) w dies, the loss falls once to "
         "where it stays, and b grows 1/sqrt(epsilon) times as fast as centred for good. Through the statistics "
-        f"nothing moves.{_thrown(study)}"
+        f"nothing moves. The farthest start of scaled, smaller w, gets to"
+        f" |b| = {tables['shrinking']['b_far'].max():.2g}.{_thrown(study)}"
     )
     figure = style.new_figure(11.5, 3.5, caption)
     panels = figure.subplots(1, 4)

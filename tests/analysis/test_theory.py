@@ -197,6 +197,8 @@ def test_lines_that_coincide_can_all_be_seen(tmp_path: Path) -> None:
     study = load_study(plant(tmp_path, [GOOD]))
     with look():
         figure, _ = theory._failure(study)
+    said = " ".join(text.get_text() for text in figure.texts)
+    assert "gets to |b| = 6." in said  # the third treatment that is planted: 2 a step, 3 steps
     loss = [line for line in figure.axes[2].lines if line.get_label() in {one[0] for one in theory.TREATMENTS.values()}]
     solid = [line.get_linewidth() for line in loss if line.get_linestyle() == "-"]
     assert len(loss) == 5
