@@ -59,12 +59,16 @@ WITH_BN: Final = LineStyle("#00466E", "solid", 4.0)  # Okabe and Ito's blue, dar
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a figure leaves behind: its files, the short table to print, its title and its caption."""
+    """What a figure leaves behind: its files, the short table to print, its title and its caption.
+
+    ``failed`` has a line for each check that did not pass, of a figure that also checks.
+    """
 
     paths: tuple[Path, ...]
     table: pd.DataFrame
     title: str
     caption: str = ""
+    failed: tuple[str, ...] = ()
 
 
 @contextmanager

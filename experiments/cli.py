@@ -117,7 +117,7 @@ def _study(study: Study[Any], words: list[str]) -> int:
         drawn = draw(folder, **{name: getattr(drawing, name) for name in figure.options})
         _print_table(drawn.title, drawn.table)
         written += drawn.paths
-        failed += getattr(drawn, "failed", ())  # of a figure that also checks: one line each for what did not pass
+        failed += drawn.failed
     print(*written, sep="\n")
     for line in failed:
         print(f"whybn: {line}", file=sys.stderr)

@@ -7,8 +7,8 @@ and of the loss where normalization is outside the gradient, over many starts, a
 ``theory_coupling``: the share of a batch's Jacobian across its examples.
 
 A statement *holds* if its worst residual over all cases and seeds keeps its bound. The study fixed beforehand which
-should; one that does otherwise, or whose residual is not finite, is called a surprise, and `Checked.failed` says so.
-The tests plant residuals on either side.
+should; one that does otherwise, or whose residual is not finite, is called a surprise, and said to have failed. The
+tests plant residuals on either side.
 """
 
 from __future__ import annotations
@@ -42,13 +42,6 @@ _MOST = 1e100  # what is further out is drawn there
 
 
 @dataclass(frozen=True)
-class Checked(style.Drawn):
-    """Drawn, and what did not turn out as the study fixed it beforehand: one line each, none if all did."""
-
-    failed: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class _Judged:
     """One statement with what was found."""
 
@@ -76,7 +69,7 @@ class _Judged:
         return self.verdict.startswith("SURPRISE")
 
 
-def draw(folder: Path) -> Checked:
+def draw(folder: Path) -> style.Drawn:
     """Draw the study in ``folder`` into the same folder: theory and its four curves, each as .png, .pdf and .csv.
 
     Raises:
@@ -105,7 +98,7 @@ def draw(folder: Path) -> Checked:
         for one in judged
         if one.surprise
     )
-    return Checked(paths, _table(judged), title, _caption(study, judged), failed)
+    return style.Drawn(paths, _table(judged), title, _caption(study, judged), failed)
 
 
 # --- reading

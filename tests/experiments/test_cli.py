@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pandas as pd
 import pytest
 
+from analysis.style import Drawn
 from diagnostics.record import RunWriter, read_status
 from experiments import cli
 from experiments import sweep as sweep_module
@@ -22,23 +23,17 @@ from experiments.study import Figure, Job, Outcome, Study, discover
 SMALL = ("--steps", "20", "--hidden", "3", "--sample", "50", "--percentiles-every", "10")
 
 
-@dataclass(frozen=True)
-class Drawn:
-    paths: tuple[Path, ...]
-    table: pd.DataFrame
-    title: str
-
-
 class Figures:
     """Stands in for `analysis.figures.figure1`, and remembers what it was asked for."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, object]] = []
+        self.failed: tuple[str, ...] = ()
 
     def draw(self, folder: Path, *, unit: int | None, grid: bool) -> Drawn:
         self.asked.append({"folder": folder, "unit": unit, "grid": grid})
         table = pd.DataFrame({"arm": ["without BN"], "accuracy": [0.912345], "n": [3]})
-        return Drawn((folder / "figure1.png",), table, "Figure 1")
+        return Drawn((folder / "figure1.png",), table, "Figure 1", failed=self.failed)
 
 
 @pytest.fixture
@@ -221,6 +216,16 @@ def test_presets_give_values_and_options_override_them(tmp_path: Path, runs: Run
         assert {(job.config.training.steps, job.config.training.learning_rate) for job in jobs} == {(steps, rate)}
         stated = json.loads((tmp_path / "figure1" / "study.json").read_text())
         assert (stated["preset"], stated["config"]["steps"], stated["config"]["lr"]) == (preset, steps, rate)
+
+
+def test_a_check_that_did_not_pass_is_said_and_ends_with_1(
+    tmp_path: Path, figures: Figures, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures.failed = ("one did not hold", "nor did another")
+    assert main(["figure1", *SMALL, "--seeds", "1", "--out", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert err == "whybn: one did not hold\nwhybn: nor did another\n"
+    assert "figure1.png" in out
 
 
 def test_failed_runs_are_named_and_nothing_is_drawn(
