@@ -286,6 +286,10 @@ class _OfLayers(GradientProbe):
 class CovariateShift(_OfLayers):
     """Definition 2.1 for every layer, between theta_t and what the user's optimizer made of it.
 
+    For layer i of L, counted in order of execution, G is the gradient of the loss by the layer's parameters at theta_t,
+    and G' the same, on the same batch, with the layers before it at theta_{t+1}: ``l2`` is |G - G'|, ``relative`` that
+    over |G|, and ``cosine`` that of the angle between them. The first layer has none before it: exactly 0 and 1.
+
     For each layer, under the name of its first module: ``l2``, ``relative`` and ``cosine``, of the controls with a
     suffix (``l2_following``), and ``gradient_norm`` |G|. Where |G| is zero, or only what rounding leaves of zero,
     ``relative`` and ``cosine`` are NaN: undefined. For the whole network (layer ``-``): ``loss``,

@@ -336,7 +336,11 @@ class Gradients:
         return self._lent[1]
 
     def gradient(self, which: Sequence[int] | None = None) -> tuple[Tensor, Blocks]:
-        """(loss, gradient by the parameters numbered ``which``) where `put` left the parameters."""
+        """(loss, gradient by the parameters numbered ``which``) where `put` left the parameters.
+
+        Raises:
+            ValueError: If the loss depends on none of them all.
+        """
         if len(self.parts) == 1:
             return self.gradient_on(self.parts[0][1], which)
         total = Accumulator()
@@ -357,6 +361,8 @@ class Gradients:
             return loss.detach(), differentiate(loss, [self.parameters[index] for index in which])
         found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         self.reached = tuple(block is not None for block in found)
+        if not any(self.reached):
+            raise ValueError("the loss depends on no parameter of the model that requires a gradient")
         if all(self.reached):
             return loss.detach(), found
         pairs = zip(found, self.parameters, strict=True)

@@ -137,6 +137,8 @@ def check_steps(steps: Sequence[float]) -> tuple[float, ...]:
     Raises:
         ValueError: If there are none or one is not positive and finite.
     """
+    if isinstance(steps, int | float):
+        raise ValueError(f"steps is a sequence of step sizes, got {steps!r}: say steps=({steps!r},)")
     grid = tuple(float(step) for step in steps)
     if not grid:
         raise ValueError("steps is empty: there is no point to look at")
@@ -147,13 +149,20 @@ def check_steps(steps: Sequence[float]) -> tuple[float, ...]:
 
 
 class AlongGradient(GradientProbe):
-    """The landscape along the gradient of the step's batch, at theta_t, see this module's definitions.
+    """The landscape along the gradient g of the step's batch, from theta_t.
+
+    At each theta_t - eta_k g it takes the loss and the gradient g' of the same batch: ``gradient_difference`` is
+    |g' - g| (how far g can be trusted to predict it), ``cosine`` that of the angle between them, and
+    ``effective_smoothness`` |g' - g| / (eta_k |g|). With piecewise linear activations (ReLU) that is largest where the
+    first kinks are crossed, often at small steps and far above the curvature |Hg|/|g|: look at it step by step, and not
+    at the maximum alone.
 
     For the whole network (layer ``-``) it writes, with unit k for the k-th step, ``eta``, ``loss``,
     ``gradient_difference``, ``cosine``, ``effective_smoothness`` and ``eta_times_smoothness``; with unit -1 the maxima
     over the steps of the last two, ``start_loss`` L(theta_t) and ``gradient_norm``. Where that is zero there is no step
-    to take: cosine and smoothness are NaN. ``eta_times_smoothness`` is the
-    *training's* step size times the smoothness; where that is not one number it is left out, with a warning.
+    to take: cosine and smoothness are NaN. ``eta_times_smoothness`` is the *training's* learning rate times the
+    smoothness; where that is not one number it is left out, with a warning. Only for plain gradient descent does theory
+    say what to expect of it: an adaptive optimizer's steps are not the rate times the gradient.
 
     Args:
         steps: The grid eta_k. Choose one whose smallest is not half the training's step size: 1/eta_min and 2/eta, the

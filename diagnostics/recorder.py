@@ -97,6 +97,11 @@ class Recorder:
         if repeated:
             raise ValueError(f"two probes are called {repeated[0]!r}: give one of them another name=")
         for probe in self._probes:
+            if not callable(probe.when):
+                raise ValueError(
+                    f"when of probe {probe.name!r} is a schedule, a function of the step such as every(100),"
+                    f" got {probe.when!r}"
+                )
             probe.bind(self._site)
         self._config = dict(config) if config is not None else {"probes": describe(self._probes)}
         self._environment = dict(environment) if environment is not None else {"torch": torch.__version__}

@@ -136,7 +136,8 @@ def _compute(jobs: Sequence[Job], workers: int) -> int:
     for name, outcome in bad.items():
         messages.setdefault(explain(ValueError(outcome.error)), []).append(name)
     for message, names in messages.items():
-        print(f"whybn: {', '.join(names)} {'refused' if refused else 'failed'}: {message}", file=sys.stderr)
+        who = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        print(f"whybn: {who} {'refused' if refused else 'failed'}: {message}", file=sys.stderr)
     return 2 if refused else 1
 
 

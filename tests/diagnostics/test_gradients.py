@@ -388,3 +388,11 @@ def test_attention_has_a_hessian():
                     for s in (1, -1)]  # fmt: skip
         wanted = (flat(ends[0]) - flat(ends[1])) / (2 * h)
         assert torch.allclose(product, wanted, atol=1e-7)
+
+
+def test_a_loss_of_other_parameters_is_refused():
+    other = nn.Linear(4, 3).double()
+    for which in (lambda at: at(), lambda at: at.check()):
+        with Gradients.of_model(plain(), lambda model, batch: cross_entropy(other, batch), data()) as at:
+            with pytest.raises(ValueError, match="depends on no parameter of the model"):
+                which(at)

@@ -364,3 +364,8 @@ def test_what_the_users_forward_makes_is_not_there_when_a_step_begins(tmp_path):
     assert model.seen == 3
     assert model.filled.tolist() == [3] * 3
     assert list(model._buffers) == ["filled", "total"]
+
+
+def test_one_number_is_no_grid_and_that_is_said():
+    with pytest.raises(ValueError, match=r"steps is a sequence of step sizes, got 0\.1: say steps=\(0\.1,\)"):
+        AlongGradient(0.1)

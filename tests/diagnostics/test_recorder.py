@@ -608,3 +608,8 @@ def test_misuse_is_named(tmp_path):
         pass
     with pytest.raises(RuntimeError, match="used already"), recorder:
         pass
+
+
+def test_a_number_is_no_schedule_and_that_is_said_before_training(tmp_path):
+    with pytest.raises(ValueError, match=r"when of probe 'activations.input' is a schedule.*every\(100\), got 5"):
+        Recorder(nn.Linear(4, 3), tmp_path / "run", [Activations("", when=5)])

@@ -251,6 +251,9 @@ def test_what_stops_every_run_is_said_once(
 ) -> None:
     runs.ends = {name: Outcome("refused", "no data") for name in ("none-s0", "batch-s0")}
     assert "none-s0, batch-s0 refused: no data" in said(capsys, "figure1", "--seeds", "1", "--out", str(tmp_path))
+    runs.ends |= {name: Outcome("refused", "no data") for name in ("none-s1", "batch-s1", "none-s2", "batch-s2")}
+    found = said(capsys, "figure1", "--seeds", "3", "--out", str(tmp_path))
+    assert "none-s0, batch-s0, none-s1 and 3 more refused: no data" in found
 
 
 def test_divergence_is_a_result(tmp_path: Path, runs: Runs, figures: Figures) -> None:
