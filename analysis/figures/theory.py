@@ -1,19 +1,21 @@
 """The papers' identities and theorems, from the record of the study of that name: a table, and four small pictures.
 
-``theory``: every statement in words with its source, its residual beside the bound it must keep, the table as a
-picture. ``theory_epsilon``: how scale invariance is lost as epsilon grows against the variance. ``theory_scale``: the
-gradient's norm and the angle of one step against the norm of the weights. ``theory_failure``: what becomes of b, of w
-and of the loss where normalization is outside the gradient, over many starts, and whether scaling makes it worse.
+``theory``: every statement in words with its source and verdict, its residual beside the bound it must keep, the table
+as a picture. ``theory_epsilon``: how scale invariance is lost as epsilon grows against the variance. ``theory_scale``:
+the gradient's norm and the angle of one step against the norm of the weights. ``theory_failure``: what becomes of b and
+of the loss where normalization is outside the gradient, over many starts, and whether scaling makes it worse.
 ``theory_coupling``: the share of a batch's Jacobian across its examples.
 
 A statement *holds* if its worst residual over all cases and seeds keeps its bound. The study fixed beforehand which
-should; one that does otherwise, or whose residual is not finite, is called a surprise, and said to have failed. The
-tests plant residuals on either side.
+should, and of the others whether they are false as printed, false as read, or cut on purpose; one that does otherwise,
+or whose residual is not finite, is called a surprise, and said to have failed. The tests plant residuals on either
+side.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from analysis import style
 from analysis.load import Study, StudyError, load_records, load_study
@@ -29,11 +32,11 @@ from analysis.load import Study, StudyError, load_records, load_study
 NAME = "theory"
 # label, colour, dashes, width: where they lie on each other the wider is beneath, and all can be seen
 TREATMENTS = {
-    "centred": ("centred only", style.SKY, "solid", 5.5),
-    "growing": ("scaled too, target asks for a larger w", style.ORANGE, "solid", 3.2),
-    "shrinking": ("scaled too, target asks for a smaller w", style.BLACK, "solid", 1.4),
-    "epsilon": ("the same with epsilon 0.1 in the scale", style.VERMILION, (0.0, (3.2, 1.6)), 1.4),
-    "through": ("the same, gradient through the statistics", style.GREEN, (0.0, (1.0, 1.6)), 1.8),
+    "centred": ("centred only", style.SKY, "solid", 4.2),
+    "growing": ("scaled (larger w wanted)", style.ORANGE, "solid", 2.5),
+    "shrinking": ("scaled (smaller w wanted)", style.BLACK, "solid", 1.4),
+    "epsilon": ("scaled with epsilon 0.1 (smaller w wanted)", style.VERMILION, (0.0, (3.2, 1.6)), 1.4),
+    "through": ("scaled (gradient through the statistics)", style.GREEN, (0.0, (1.0, 1.6)), 1.8),
 }
 _BELOW, _ZERO, _LEAST = -19.6, -18.2, -17.0  # log10 of where residuals below 0 and of 0 are drawn; the axis begins
 _LARGEST, _NOT_FINITE = 4, 5.3  # log10 of where larger ones are drawn, and those that are not finite
@@ -56,12 +59,12 @@ class _Judged:
 
     @property
     def verdict(self) -> str:
-        """``holds``, ``fails``, or the three surprises."""
+        """What was expected (``holds``, ``false as printed``, ...), or one of the three surprises."""
         if not math.isfinite(self.residual):
             return "SURPRISE: not finite"  # shows nothing, of a true form or of a false one
         holds = self.residual <= self.bound
         if holds == (self.expected == "holds"):
-            return "holds" if holds else "fails"
+            return self.expected
         return "SURPRISE: holds" if holds else "SURPRISE: fails"
 
     @property
@@ -91,7 +94,8 @@ def draw(folder: Path) -> style.Drawn:
         paths: tuple[Path, ...] = ()
         for name, (figure, numbers) in drawn.items():
             paths += style.save(figure, folder, name, numbers)
-    title = f"{_title(judged)}{_thrown(study)}"
+    words = "\n".join(f"{name}: {text}" for name, text in _legend(study).items())
+    title = f"{_title(judged)}{_thrown(study)}\n{words}"
     failed = tuple(
         f"{one.name}: {one.verdict.removeprefix('SURPRISE: ')}, expected: {one.expected} (residual {one.residual:.2g},"
         f" bound {one.bound:g})"
@@ -141,14 +145,15 @@ def _steps(study: Study, treatment: str) -> pd.DataFrame:
 
 
 def _table_figure(study: Study, judged: Sequence[_Judged]) -> Figure:
-    width, source_width, claim_width = 11.5, 1.45, 5.25  # inches
+    width, source_width, claim_width, verdict_width = 12.4, 1.3, 5.4, 1.35  # inches
+    words_width = source_width + claim_width + verdict_width
     claims = [style.wrap(one.claim, claim_width - 0.25, _TEXT) for one in judged]
     heights = [0.17 + 0.125 * (len(lines) - 1) for lines in claims]
     total = sum(heights)
     figure = style.new_figure(width, total + 1.15, _caption(study, judged))
-    words, axes = figure.subplots(1, 2, width_ratios=(source_width + claim_width, 4.3), sharey=True)
+    words, axes = figure.subplots(1, 2, width_ratios=(words_width, 3.9), sharey=True)
     words.set_axis_off()
-    words.set_xlim(0, source_width + claim_width)
+    words.set_xlim(0, words_width)
     top = total
     for one, lines, height in zip(judged, claims, heights, strict=True):
         place = top - height / 2
@@ -159,11 +164,14 @@ def _table_figure(study: Study, judged: Sequence[_Judged]) -> Figure:
         at = {"size": _TEXT, "va": "center", "weight": weight, "linespacing": 1.15}
         words.text(0.02, place, _short(one.source), **at)
         words.text(source_width, place, "\n".join(lines), **at)
+        words.text(source_width + claim_width, place, one.verdict.replace(": ", ":\n"), color=_color(one), **at)
         _mark(axes, one, place, height)
         top -= height
     handles = [
-        axes.plot([], [], "o", ms=5, color=style.WITH_BN.color, label="should hold, and does")[0],
-        axes.plot([], [], "X", ms=6, color=style.VERMILION, label="false form, shown to be false")[0],
+        axes.plot([], [], "o", ms=5, color=style.WITH_BN.color, label="holds, as it should")[0],
+        axes.plot(
+            [], [], "X", ms=6, color=style.VERMILION, label="false form, shown to be false (the verdict says whose)"
+        )[0],
         axes.plot([], [], "*", ms=9, color=style.BLACK, label="SURPRISE: not as expected, or not finite")[0],
         axes.plot([], [], "|", ms=9, mew=1.6, color=style.GREY, label="bound")[0],
     ]
@@ -185,6 +193,12 @@ def _table_figure(study: Study, judged: Sequence[_Judged]) -> Figure:
     return figure
 
 
+def _color(one: _Judged) -> str:
+    if one.surprise:
+        return style.BLACK
+    return style.WITH_BN.color if one.expected == "holds" else style.VERMILION
+
+
 def _mark(axes: Axes, one: _Judged, place: float, height: float) -> None:
     """The residual, the bound, and a line from one to the other."""
     bound = math.log10(one.bound)
@@ -194,8 +208,7 @@ def _mark(axes: Axes, one: _Judged, place: float, height: float) -> None:
         at = _ZERO if one.residual == 0 else _BELOW
     else:
         at = min(max(math.log10(one.residual), _LEAST), _LARGEST)
-    color = style.WITH_BN.color if one.expected == "holds" else style.VERMILION
-    color = style.BLACK if one.surprise else color
+    color = _color(one)
     marker, size = ("*", 9.0) if one.surprise else (("o", 5.0) if one.expected == "holds" else ("X", 6.0))
     axes.plot([bound, at], [place, place], color=color, lw=0.7, alpha=0.6)
     axes.plot([bound, bound], [place - height * 0.38, place + height * 0.38], color=style.GREY, lw=1.6)
@@ -259,54 +272,123 @@ def _scale(study: Study) -> tuple[Figure, pd.DataFrame]:
 
 
 def _failure(study: Study) -> tuple[Figure, pd.DataFrame]:
-    rate, starts = study.setting("measures", "rate"), study.setting("measures", "starts")
     tables = {treatment: _steps(study, treatment) for treatment in TREATMENTS}
-    caption = (
-        "The motivating failure (Ioffe & Szegedy 2015, section 2): x = w u + b is normalized to x-hat, and the "
-        "gradient takes the mean, and the deviation, for constants. Gradient descent on mean (x-hat - 1 - c u) "
-        f"squared / 2, c = 0 but for the larger w (c = 2), learning rate {rate:g}; median of {starts} starts with "
-        "other u and w, band 10th to 90th percentile. Centring alone, as printed: b grows by the rate at every step,"
-        " the loss stands still. Scaled, where the target asks for a smaller w, the deviation that is divided by "
-        "reaches 0 in finite time and b is thrown; from then on w/sqrt(rate) follows Boole's map y - 1/y, single "
-        "paths mean nothing, and b grows like the root of time, up to a slow factor. Where it asks for a larger one "
-        "both grow like the root of time. Is scaling worse, then (right: b of scaled, smaller w, over b of centred; "
-        "band of the middle rate)? By several times around a time of 1 to 10; less and less after, "
-        "and in the long run b is behind. With epsilon (and a rate under 2 epsilon) w dies, the loss falls once to "
-        "where it stays, and b grows 1/sqrt(epsilon) times as fast as centred for good. Through the statistics "
-        f"nothing moves. The farthest start of scaled, smaller w, gets to"
-        f" |b| = {tables['shrinking']['b_far'].max():.2g}.{_thrown(study)}"
-    )
-    figure = style.new_figure(11.5, 3.5, caption)
-    panels = figure.subplots(1, 4)
+    reach = _curve(study, "reach")
+    figure = style.new_figure(11.5, 3.7, _failure_caption(study, tables, reach))
+    left, middle, right = figure.subplots(1, 3)
     for treatment, (label, color, dashes, width) in TREATMENTS.items():
         table = tables[treatment]
-        for axes, name in zip(panels, ("b", "w", "loss"), strict=False):
-            if (treatment, name) == ("centred", "w"):
-                continue  # it is not learned there
-            low, middle, high = (
-                # matplotlib's symlog overflows on the way to the largest numbers there are
-                table[f"{name}{part}"].clip(-_MOST, _MOST)
-                for part in ("_low", "", "_high")
-            )
-            if name != "loss":
-                axes.fill_between(table["step"], low, high, color=color, alpha=0.18, lw=0)
-            width = 0.7 if (treatment, name) == ("shrinking", "w") else width
-            axes.plot(table["step"], middle, color=color, ls=dashes, lw=width, label=label)
-    for axes, title in zip(panels, ("b", "w, where it is learned", "loss"), strict=False):
-        axes.set_title(title)
+        if treatment == "shrinking":  # elsewhere it is about as wide as the line
+            low, high = (_drawable(table[f"b_{part}"]) for part in ("low", "high"))
+            left.fill_between(table["step"], low, high, color=color, alpha=0.15, lw=0)
+        left.plot(table["step"], _drawable(table["b"]), color=color, ls=dashes, lw=width, label=label)
+    left.set_title("b")
+    _losses(middle, tables)
+    for axes in (left, middle):
         axes.set_xlabel("steps of gradient descent")
-    for axes, linear in ((panels[0], 0.1), (panels[1], 1.0)):
-        axes.set_yscale("symlog", linthresh=linear)
-        axes.axhline(0, color=style.GREY, lw=0.6)
-    panels[0].set_xscale("symlog", linthresh=1)
-    panels[0].set_xlim(0, None)
-    _no_smaller_than(panels[2], 0.6)
-    reach = _curve(study, "reach")
-    _worse(panels[3], reach)
-    handles, labels = panels[0].get_legend_handles_labels()
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
+    _worse(right, reach)
+    handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=3)
     steps = pd.concat([table.assign(treatment=name) for name, table in tables.items()], ignore_index=True)
     return figure, pd.concat([steps, reach.assign(treatment="shrinking over centred")], ignore_index=True)
+
+
+def _failure_caption(study: Study, tables: dict[str, pd.DataFrame], reach: pd.DataFrame) -> str:
+    """What was done, and what came of it at these settings: every number is read from the record."""
+    rate, steps, starts = (study.setting("measures", name) for name in ("rate", "steps", "starts"))
+    last = {treatment: table.iloc[-1] for treatment, table in tables.items()}
+    ends = [f"{TREATMENTS[treatment][0]} {_rounded(row['b'])}" for treatment, row in last.items()]
+    losses = [
+        f"{style.and_list([TREATMENTS[treatment][0] for treatment in group])}"
+        f" {_rounded(tables[group[0]]['loss'].iloc[0])} to {_rounded(last[group[0]]['loss'])}"
+        for group in _coinciding(tables)
+    ]
+    rates = sorted(reach["rate"].unique())
+    half = reach[reach["rate"] == rates[len(rates) // 2]].reset_index(drop=True)
+    if half["ratio"].notna().any():
+        top, end = half.loc[half["ratio"].idxmax()], half.iloc[-1]
+        worse = (
+            f" At rate {end['rate']:g} the ratio is at most {_rounded(top['ratio'])} (time {top['time']:g}), and"
+            f" {_rounded(end['ratio'])} at the end (time {end['time']:g})."
+        )
+    else:
+        worse = ""
+    count = "1 step" if steps == 1 else f"{steps} steps"
+    scaled, centred = TREATMENTS["shrinking"][0], TREATMENTS["centred"][0]
+    many = (
+        "1 start"
+        if starts == 1
+        else f"medians of {starts} starts, each with its own u and w; band: 10th to 90th percentile of {scaled}"
+    )
+    return (
+        "The motivating failure (Ioffe & Szegedy 2015, section 2): x = w u + b is normalized to x-hat, u the input, and"
+        " gradient descent on mean (x-hat - 1 - c u) squared / 2 takes for constants the mean (centred only; b alone is"
+        " learned) or the mean and the deviation (scaled; w too), so that it moves b, which cannot change x-hat. c = 2"
+        " where a larger w is wanted, otherwise 0; through the statistics the gradient is the true one. Learning rate"
+        f" {rate:g}, {count}, {many}."
+        f"\nb after {count}: {'; '.join(ends)}. The farthest start of {scaled} gets to |b| ="
+        f" {_rounded(tables['shrinking']['b_far'].max())}. Loss, from first to last: {'; '.join(losses)}."
+        f"{_thrown(study)}"
+        f"\nIs scaling worse? Right: b of {scaled} over b of {centred} after the same time; above 1 it is. Rates and"
+        f" times are fixed, whatever the options; medians of {reach['finite'].max():g} starts, band: 10th to 90th"
+        f" percentile at the middle rate.{worse}"
+    )
+
+
+def _rounded(value: float) -> str:
+    """Three digits; what is a rounding error of numbers of size 1 is 0."""
+    if not math.isfinite(value):
+        return "not finite"
+    return "0" if abs(value) < 1e-12 else f"{value:.3g}"
+
+
+def _drawable(values: pd.Series) -> pd.Series:
+    """No farther out than an axis can be laid out for."""
+    return values.clip(-_MOST, _MOST)
+
+
+def _coinciding(tables: dict[str, pd.DataFrame]) -> list[list[str]]:
+    """Treatments whose median losses are the same at every step, together; in the order of `TREATMENTS`."""
+    groups: list[list[str]] = []
+    for treatment, table in tables.items():
+        for group in groups:
+            if np.allclose(table["loss"], tables[group[0]]["loss"], rtol=1e-6, atol=1e-9, equal_nan=True):
+                group.append(treatment)
+                break
+        else:
+            groups.append([treatment])
+    return groups
+
+
+def _losses(axes: Axes, tables: dict[str, pd.DataFrame]) -> None:
+    """One line for all losses that coincide, with the names of those it stands for."""
+    groups = _coinciding(tables)
+    for group in groups:
+        table = tables[group[0]]
+        _, color, dashes, width = TREATMENTS[group[0]]
+        if len(group) > 1:
+            color, dashes, width = style.GREY, "solid", 2.2
+        axes.plot(table["step"], _drawable(table["loss"]), color=color, ls=dashes, lw=width)
+    _no_smaller_than(axes, 0.6)
+    for group in groups:
+        end = tables[group[0]]["loss"].iloc[-1]
+        if len(group) > 1 and math.isfinite(end):
+            names = "\n".join(TREATMENTS[treatment][0] for treatment in group)
+            at = (1.0, float(np.clip(end, -_MOST, _MOST)))
+            axes.annotate(
+                f"on one line:\n{names}",
+                at,
+                (0, 4),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                size=_TEXT,
+                ha="right",
+                va="bottom",
+            )
+    axes.set_title("loss")
 
 
 def _worse(axes: Axes, reach: pd.DataFrame) -> None:
@@ -321,8 +403,9 @@ def _worse(axes: Axes, reach: pd.DataFrame) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_yticks([0.25, 0.5, 1, 2, 4, 8], ["1/4", "1/2", "1", "2", "4", "8"])
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    axes.set_title("b, scaled (smaller w) / centred")
+    axes.set_title("b of scaled (smaller w wanted) over b of centred")
     axes.set_xlabel("time: rate x steps")
     axes.legend(loc="lower left")
 
@@ -398,7 +481,7 @@ def _table(judged: Sequence[_Judged]) -> pd.DataFrame:
         (
             _short(one.source),
             one.claim,
-            f"{one.residual:.1e}",
+            f"{one.residual:.1e}" if one.residual else "0",
             f"{one.bound:.0e}" if one.bound < 1 else f"{one.bound:g}",
             f"{one.exceeded}/{one.cases}",
             one.verdict,
@@ -410,25 +493,61 @@ def _table(judged: Sequence[_Judged]) -> pd.DataFrame:
 
 def _title(judged: Sequence[_Judged]) -> str:
     surprises = [one.name for one in judged if one.surprise]
-    held = sum(one.verdict == "holds" for one in judged)
-    failed = sum(one.verdict == "fails" for one in judged)
-    text = (
-        f"{held} of {len(judged)} statements hold, {failed} false forms are shown to be false (I&S: Ioffe & Szegedy"
-        " 2015; S+: Santurkar et al. 2018; broken: cases that exceed the bound)"
-    )
+    met = [one.expected for one in judged if not one.surprise]
+    false = Counter(expected for expected in met if expected != "holds")
+    forms = "1 false form is" if sum(false.values()) == 1 else f"{sum(false.values())} false forms are"
+    text = f"{met.count('holds')} of {len(judged)} statements hold, {forms} shown to be false"
+    if false:
+        text += f" ({', '.join(f'{false[kind]} {_kind(kind)}' for kind in sorted(false, key=_kind))})"
     return text if not surprises else f"{text}. NOT AS EXPECTED: {', '.join(surprises)}"
 
 
+def _kind(expected: str) -> str:
+    """``as printed`` of ``false as printed``."""
+    return expected.removeprefix("false").lstrip(", ")
+
+
+def _legend(study: Study) -> dict[str, str]:
+    """What the words and symbols of the table mean."""
+    cases, seeds = study.setting("measures", "cases"), len(study.seeds)
+    random = f"{cases} random one{'' if cases == 1 else 's'}{'' if seeds == 1 else ' a seed'}"
+    return {
+        "source": "I&S is Ioffe & Szegedy 2015, S+ is Santurkar et al. 2018.",
+        "verdict": (
+            "a false form is false as printed in the paper, false as read (one reading where the print leaves a"
+            " choice), or cut on purpose (printed by nobody; it tries the check)."
+        ),
+        "residual": (
+            "of the worst case: how far the sides of an identity are apart, or by how much an inequality is exceeded"
+            " (below 0: kept with room), relative to their size; of a mean, in standard errors; of a yes or no, 0 or 1."
+        ),
+        "bound": (
+            "1e-10, rounding with room; 1e-8 where both sides of an identity hold second derivatives; 4.5 standard"
+            " errors, exceeded by chance once in 150,000 times."
+        ),
+        "broken": (
+            f"cases that exceed the bound, of {random}, and for a false form 1 counterexample fixed beforehand; a mean"
+            " over thousands of batches is one case."
+        ),
+        "symbols": (
+            "y is one unit over a batch of m: Wu with inputs u in I&S, XW with inputs X in S+; y-hat is y normalized"
+            " with epsilon 0 and biased variance sigma^2 (sd sigma), z = gamma y-hat + beta. L (I&S: l) is the loss,"
+            " L-hat the loss as a function of y or W, with BN in it; g and H are gradient and Hessian of L at z unless"
+            " said otherwise, mu_g the mean of g, d = dL-hat/dy, kappa = <g,y-hat> |d|^2/(m gamma). lambda bounds the"
+            " spectral norm |X|, and maxima (so g_j) are over such X; X = lambda orthogonal means lambda times an"
+            " orthogonal matrix. In Lemma 4.5 w are weights, w* the best without BN, k a number. In section 2"
+            " x = w u + b, c is a number, eta the learning rate. J is the Jacobian of BN, |J|_F its Frobenius norm;"
+            " <,> is the inner product, ' transposes."
+        ),
+    }
+
+
 def _caption(study: Study, judged: Sequence[_Judged]) -> str:
-    cases, seeds = max(one.cases for one in judged), style.and_list([str(seed) for seed in study.seeds])
+    seeds = style.and_list([str(seed) for seed in study.seeds])
+    words = "\n".join(f"{name.capitalize()}: {text}" for name, text in _legend(study).items())
     return (
-        f"{len(judged)} statements of Ioffe & Szegedy 2015 (I&S) and Santurkar et al. 2018 (S+), computed in float64 "
-        f"with batch normalization from primitives: the worst residual of up to {cases} cases (seed {seeds}), and the"
-        " bound it must keep. An identity's residual is the difference of its sides over their size, an inequality's"
-        " the relative excess of its smaller side (below 0: kept with room); a statement about a mean has standard "
-        "errors. What should hold must lie left of its bound (blue dot). A false form, as printed or broken on "
-        "purpose, must lie right of it (red cross). Anything else, and a residual that is not finite, is a failed "
-        "check. y = Wx is one unit's batch of m, y-hat is y normalized with epsilon 0 and biased variance sigma "
-        "squared, z = gamma y-hat + beta; g and H are gradient and Hessian of the loss L at z, L-hat is the loss as "
-        "a function of y or of the weights."
+        f"{len(judged)} statements, computed in float64 with batch normalization from primitives (seed"
+        f"{'' if len(study.seeds) == 1 else 's'} {seeds}). What should hold must lie left of its bound (blue dot), a"
+        " false form right of it (orange cross). Anything else, and a residual that is not finite, is a failed check"
+        f" (black star).\n{words}"
     )

@@ -113,13 +113,15 @@ STUDY = Study(
         "the share of the Jacobian that lies across examples, against the batch size",
     ),
     rule=(
-        "A statement holds if its residual keeps its bound in every case, and is false as printed if one case breaks"
-        " it; a residual that is not finite shows neither. Which of the two is expected is fixed beforehand; any other"
-        " outcome is a failure of this toolkit, and the command's exit code is 1."
+        "A statement holds if its residual keeps its bound in every case, and is false if one case breaks it; a"
+        " residual that is not finite shows neither. Which of the two is expected is fixed beforehand, and so is what a"
+        " false form is: 'false as printed', as the paper prints it; 'false as read', where the print leaves a choice;"
+        " 'false, cut on purpose', ours, to try the check. Any other outcome is a failure of this toolkit, and the"
+        " command's exit code is 1."
     ),
     control=(
-        "False forms stand among the true ones: gradients with a path cut, any scalar for a positive one, bounds"
-        " evaluated at the wrong point. If they passed, the check would be worth nothing."
+        "False forms stand among the true ones: gradients with a path cut on purpose, forms that the papers print, and"
+        " readings of them. If they passed, the check would be worth nothing."
     ),
     fields=TheoryFields,
     presets={

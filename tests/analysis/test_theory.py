@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from analysis.figures import theory
 from analysis.figures.theory import draw
@@ -25,13 +27,20 @@ STATEMENTS = [
     {"name": "unbiased", "source": "Ioffe & Szegedy 2015, Algorithm 2", "claim": "a mean", "bound": 4.5,
      "expected": "holds"},
     {"name": "false_form", "source": "Ioffe & Szegedy 2015, section 3", "claim": "any", "bound": 1e-10,
-     "expected": "fails"},
+     "expected": "false as printed"},
 ]  # fmt: skip
 GOOD = {"theorem_4_1": 1e-15, "unbiased": 1.2, "false_form": 2.0}
 
 
 def plant(
-    folder: Path, residuals: list[dict[str, float]], *, name: str = "theory", finite: tuple[float, ...] = (9, 9, 9, 9)
+    folder: Path,
+    residuals: list[dict[str, float]],
+    *,
+    name: str = "theory",
+    finite: tuple[float, ...] = (9, 9, 9, 9),
+    falls: str = "",
+    steps: int = 3,
+    starts: int = 9,
 ) -> Path:
     """One run for each seed's residuals, and curves whose numbers are known."""
     entries = []
@@ -41,10 +50,11 @@ def plant(
             "measures": {
                 "statements": STATEMENTS,
                 "factor": 2.0,
+                "cases": 7,
                 "draws": 10,
                 "rate": 0.05,
-                "steps": 3,
-                "starts": 9,
+                "steps": steps,
+                "starts": starts,
             },
         }
         path = f"runs/float64-s{seed}-{run_id(config)}"
@@ -61,12 +71,12 @@ def plant(
             rates = {"rate": [0.1, 0.1, 0.2, 0.2], "time": [1.0, 2.0] * 2}
             ratios = {one: [2.0, 0.5, 3.0, 0.6] for one in ("ratio", "low", "high")}
             writer.write(0, "reach", "-", rates | ratios | {"share": [0.5] * 4, "finite": [9.0] * 4})
-            for step in range(4):
+            for step in range(steps + 1):
                 writer.advance(step)
                 for k, treatment in enumerate(theory.TREATMENTS):
-                    values = {"b": step * k, "w": 1.0, "loss": 1.0}
+                    values = {"b": step * k, "w": 1.0, "loss": 0.25 if treatment == falls and step else 1.0}
                     spread = {f"{one}_{part}": v for one, v in values.items() for part in ("low", "high", "far")}
-                    kept = finite[step] if treatment == "shrinking" else 9.0
+                    kept = min(finite[step] if treatment == "shrinking" else 9.0, starts)
                     writer.write(step, f"failure.{treatment}", "-", values | spread | {"finite": kept})
         entries.append({"arm": "float64", "seed": seed, "id": run_id(config), "path": path})
     description = {
@@ -88,9 +98,9 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Drawn]:
 def test_what_is_as_expected_is_called_so(drawn: tuple[Path, Drawn]) -> None:
     folder, found = drawn
     table = pd.read_csv(folder / "theory.csv")
-    assert table.verdict.tolist() == ["holds", "holds", "fails"]
+    assert table.verdict.tolist() == ["holds", "holds", "false as printed"]
     assert table.statement.tolist() == ["theorem_4_1", "unbiased", "false_form"]
-    assert found.title.startswith("2 of 3 statements hold, 1 false forms")
+    assert found.title.startswith("2 of 3 statements hold, 1 false form is shown to be false (1 as printed)\n")
     assert "NOT AS EXPECTED" not in found.title
     assert found.table["residual"].tolist() == ["2.0e-15", "1.2e+00", "2.0e+00"]
     assert found.table["broken"].tolist() == ["0/14", "2/14", "2/14"]
@@ -139,7 +149,7 @@ def test_what_did_not_pass_is_said_line_by_line(tmp_path: Path, drawn: tuple[Pat
         said = draw(planted)
     assert said.failed == (
         "theorem_4_1: not finite, expected: holds (residual nan, bound 1e-10)",
-        "false_form: holds, expected: fails (residual 1e-11, bound 1e-10)",
+        "false_form: holds, expected: false as printed (residual 1e-11, bound 1e-10)",
     )
 
 
@@ -165,7 +175,10 @@ def test_every_residual_has_its_place_in_the_picture(tmp_path: Path) -> None:
     residuals = {1e-15: -15, 0.0: theory._ZERO, -0.3: theory._BELOW, 1e-30: theory._LEAST, 1e40: theory._LARGEST}
     judged = [replace(one, residual=residual) for residual in residuals]
     judged += [replace(one, residual=math.nan), replace(one, residual=1e2)]
-    judged += [replace(one, residual=1e2, expected="fails"), replace(one, residual=math.nan, expected="fails")]
+    judged += [
+        replace(one, residual=1e2, expected="false as read"),
+        replace(one, residual=math.nan, expected="false as read"),
+    ]
     drawn, axes = marks(judged, study)
     assert [x for _, x in drawn[:5]] == pytest.approx(list(residuals.values()))
     assert "".join(marker for marker, _ in drawn) == "oooo***X*"
@@ -184,26 +197,84 @@ def test_the_picture_says_claims_and_sources_and_all_four_marks(tmp_path: Path) 
     with look():
         figure = theory._table_figure(study, theory._judge(study))
     words = [text.get_text() for text in figure.axes[0].texts]
-    assert words == ["S+, Theorem 4.1", "so", "I&S, Algorithm 2", "a mean", "I&S, section 3", "any"]
+    assert words == [
+        "S+, Theorem 4.1", "so", "holds", "I&S, Algorithm 2", "a mean", "holds",
+        "I&S, section 3", "any", "false as printed",
+    ]  # fmt: skip
     (legend,) = figure.legends
     assert [text.get_text().split(":")[0] for text in legend.get_texts()] == [
-        "should hold, and does", "false form, shown to be false", "SURPRISE", "bound",
+        "holds, as it should", "false form, shown to be false (the verdict says whose)", "SURPRISE", "bound",
     ]  # fmt: skip
+
+
+def test_false_forms_are_counted_by_what_they_are(tmp_path: Path) -> None:
+    one = theory._judge(load_study(plant(tmp_path, [GOOD])))[2]
+    kinds = ("false, cut on purpose", "false as read", "false as printed", "false as read")
+    judged = [replace(one, expected=kind) for kind in kinds]
+    wanted = "0 of 4 statements hold, 4 false forms are shown to be false (1 as printed, 2 as read, 1 cut on purpose)"
+    assert theory._title(judged) == wanted
+    assert [found.verdict for found in judged] == list(kinds)
+
+
+def test_words_and_symbols_are_explained_in_print_and_beneath_the_picture(drawn: tuple[Path, Drawn]) -> None:
+    _, found = drawn
+    for said in (found.title, found.caption):
+        assert "of 7 random ones a seed, and for a false form 1 counterexample fixed beforehand" in said
+        words = [line.split(":")[0].lower() for line in said.split("\n")[1:]]
+        assert words == ["source", "verdict", "residual", "bound", "broken", "symbols"]
+    symbols = found.title.split("symbols: ")[1]
+    for one in ("y", "z", "g", "H", "L-hat", "d", "X", "lambda", "g_j", "mu_g", "k", "w*", "u", "c", "kappa", "eta"):
+        assert re.search(rf"(?<![\w-]){re.escape(one)}(?![\w-])", symbols), one
+
+
+def failure(folder: Path) -> tuple[Figure, str]:
+    with look():
+        figure, _ = theory._failure(load_study(folder))
+    return figure, " ".join(text.get_text() for text in figure.texts)
 
 
 def test_lines_that_coincide_can_all_be_seen(tmp_path: Path) -> None:
     """Where treatments lie on each other the later is drawn thinner, so that the earlier shows beneath."""
-    study = load_study(plant(tmp_path, [GOOD]))
-    with look():
-        figure, _ = theory._failure(study)
-    said = " ".join(text.get_text() for text in figure.texts)
+    figure, said = failure(plant(tmp_path, [GOOD]))
     assert "gets to |b| = 6." in said  # the third treatment that is planted: 2 a step, 3 steps
-    loss = [line for line in figure.axes[2].lines if line.get_label() in {one[0] for one in theory.TREATMENTS.values()}]
-    solid = [line.get_linewidth() for line in loss if line.get_linestyle() == "-"]
-    assert len(loss) == 5
+    b = [line for line in figure.axes[0].lines if line.get_label() in {one[0] for one in theory.TREATMENTS.values()}]
+    solid = [line.get_linewidth() for line in b if line.get_linestyle() == "-"]
+    assert len(b) == 5
     assert all(thin < 0.65 * wide for wide, thin in pairwise(solid))
     assert len(solid) == 3
-    assert len({line.get_color() for line in loss}) == 5
+    assert len({line.get_color() for line in b}) == 5
+
+
+def test_losses_that_coincide_are_one_line_with_all_its_names(tmp_path: Path) -> None:
+    labels = [one[0] for one in theory.TREATMENTS.values()]
+    figure, _ = failure(plant(tmp_path / "one", [GOOD]))
+    assert len(figure.axes[1].lines) == 1
+    assert [text.get_text() for text in figure.axes[1].texts] == ["\n".join(["on one line:", *labels])]
+    figure, said = failure(plant(tmp_path / "two", [GOOD], falls="epsilon"))
+    assert len(figure.axes[1].lines) == 2
+    assert [text.get_text().split("\n")[1:] for text in figure.axes[1].texts] == [labels[:3] + labels[4:]]
+    assert f"{labels[3]} 1 to 0.25." in said
+
+
+def test_what_the_caption_tells_of_the_failure_is_what_was_run(tmp_path: Path) -> None:
+    _, said = failure(plant(tmp_path / "many", [GOOD]))
+    assert "Learning rate 0.05, 3 steps, medians of 9 starts" in said
+    assert "b after 3 steps: centred only 0; scaled (larger w wanted) 3;" in said
+    assert "medians of 9 starts, band" in said
+    assert "At rate 0.2 the ratio is at most 3 (time 1), and 0.6 at the end (time 2)." in said
+    _, said = failure(plant(tmp_path / "one", [GOOD], starts=1, steps=1))
+    assert "Learning rate 0.05, 1 step, 1 start." in said
+    assert "b after 1 step: centred only 0; scaled (larger w wanted) 1;" in said
+
+
+def test_ticks_of_the_failure_are_plain(tmp_path: Path) -> None:
+    figure, _ = failure(plant(tmp_path, [GOOD], steps=1))
+    figure.draw_without_rendering()
+    ticks = [
+        [tick.get_text() for tick in axis.get_ticklabels()] for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)
+    ]
+    assert not [label for labels in ticks for label in labels if "10^" in label or len(label) > 5]
+    assert set(ticks[0]) <= {"\N{MINUS SIGN}1", "0", "1", "2"}
 
 
 def test_other_studies_and_missing_statements_are_refused(tmp_path: Path) -> None:

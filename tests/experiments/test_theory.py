@@ -75,7 +75,9 @@ def test_the_treatments_are_those_that_are_computed() -> None:
 def test_the_command_draws_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["theory", "--preset", "smoke", "--out", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"31 of {len(STATEMENTS)} statements hold, 10 false forms" in said
+    assert f"31 of {len(STATEMENTS)} statements hold, 10 false forms are shown to be false" in said
+    assert "(3 as printed, 4 as read, 3 cut on purpose)" in said
+    assert "random ones, and for a false form 1 counterexample" in said
     assert "NOT AS EXPECTED" not in said
     for name in ("theory", "theory_epsilon", "theory_scale", "theory_failure", "theory_coupling"):
         for suffix in ("png", "pdf", "csv"):
