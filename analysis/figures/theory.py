@@ -95,7 +95,8 @@ def draw(folder: Path) -> style.Drawn:
         for name, (figure, numbers) in drawn.items():
             paths += style.save(figure, folder, name, numbers)
     words = "\n".join(f"{name}: {text}" for name, text in _legend(study).items())
-    title = f"{_title(judged)}{_thrown(study)}\n{words}"
+    thrown = _thrown(study)
+    title = f"{_title(judged)}{'.' if thrown else ''}{thrown}\n{words}"
     failed = tuple(
         f"{one.name}: {one.verdict.removeprefix('SURPRISE: ')}, expected: {one.expected} (residual {one.residual:.2g},"
         f" bound {one.bound:g})"
@@ -323,6 +324,8 @@ def _failure_caption(study: Study, tables: dict[str, pd.DataFrame], reach: pd.Da
         if starts == 1
         else f"medians of {starts} starts, each with its own u and w; band: 10th to 90th percentile of {scaled}"
     )
+    beyond = any(table[name].abs().max() > _MOST for table in tables.values() for name in ("b", "loss"))
+    far = f" What is farther out than {_MOST:g} is drawn there." if beyond else ""
     return (
         "The motivating failure (Ioffe & Szegedy 2015, section 2): x = w u + b is normalized to x-hat, u the input, and"
         " gradient descent on mean (x-hat - 1 - c u) squared / 2 takes for constants the mean (centred only; b alone is"
@@ -331,7 +334,7 @@ def _failure_caption(study: Study, tables: dict[str, pd.DataFrame], reach: pd.Da
         f" {rate:g}, {count}, {many}."
         f"\nb after {count}: {'; '.join(ends)}. The farthest start of {scaled} gets to |b| ="
         f" {_rounded(tables['shrinking']['b_far'].max())}. Loss, from first to last: {'; '.join(losses)}."
-        f"{_thrown(study)}"
+        f"{far}{_thrown(study)}"
         f"\nIs scaling worse? Right: b of {scaled} over b of {centred} after the same time; above 1 it is. Rates and"
         f" times are fixed, whatever the options; medians of {reach['finite'].max():g} starts, band: 10th to 90th"
         f" percentile at the middle rate.{worse}"
@@ -413,12 +416,12 @@ def _worse(axes: Axes, reach: pd.DataFrame) -> None:
 def _thrown(study: Study) -> str:
     """A sentence on starts of the failure that left the numbers there are; nothing where none did."""
     starts, parts = study.setting("measures", "starts"), []
-    for treatment in TREATMENTS:
+    for treatment, (label, *_) in TREATMENTS.items():
         table = _steps(study, treatment)
         kept = table["finite"].min()
         if kept < starts:
             step = int(table.loc[table["finite"] < starts, "step"].iloc[0])
-            parts.append(f"{starts - kept:g} of {starts} starts of {treatment} are not finite, from step {step}")
+            parts.append(f"{starts - kept:g} of {starts} starts of {label} are not finite, from step {step}")
     return f" NOT FINITE: {'; '.join(parts)}; what is drawn is of the others." if parts else ""
 
 
@@ -510,6 +513,7 @@ def _kind(expected: str) -> str:
 def _legend(study: Study) -> dict[str, str]:
     """What the words and symbols of the table mean."""
     cases, seeds = study.setting("measures", "cases"), len(study.seeds)
+    each = "" if seeds == 1 else " (again for each seed)"
     random = f"{cases} random one{'' if cases == 1 else 's'}{'' if seeds == 1 else ' a seed'}"
     return {
         "source": "I&S is Ioffe & Szegedy 2015, S+ is Santurkar et al. 2018.",
@@ -525,10 +529,11 @@ def _legend(study: Study) -> dict[str, str]:
             "1e-10, rounding with room; 1e-8 where both sides of an identity hold second derivatives; 4.5 standard"
             " errors, exceeded by chance once in 150,000 times."
         ),
-        "broken": (
-            f"cases that exceed the bound, of {random}, and for a false form 1 counterexample fixed beforehand; a mean"
-            " over thousands of batches is one case."
+        "cases": (
+            f"{random}, and for a false form 1 counterexample fixed beforehand{each}; a mean over thousands of batches"
+            " is one case."
         ),
+        "broken": "cases that exceed the bound, of all.",
         "symbols": (
             "y is one unit over a batch of m: Wu with inputs u in I&S, XW with inputs X in S+; y-hat is y normalized"
             " with epsilon 0 and biased variance sigma^2 (sd sigma), z = gamma y-hat + beta. L (I&S: l) is the loss,"
@@ -544,7 +549,7 @@ def _legend(study: Study) -> dict[str, str]:
 
 def _caption(study: Study, judged: Sequence[_Judged]) -> str:
     seeds = style.and_list([str(seed) for seed in study.seeds])
-    words = "\n".join(f"{name.capitalize()}: {text}" for name, text in _legend(study).items())
+    words = "\n".join(f"{name.capitalize()}: {text}" for name, text in _legend(study).items() if name != "broken")
     return (
         f"{len(judged)} statements, computed in float64 with batch normalization from primitives (seed"
         f"{'' if len(study.seeds) == 1 else 's'} {seeds}). What should hold must lie left of its bound (blue dot), a"

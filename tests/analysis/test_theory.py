@@ -158,7 +158,7 @@ def test_starts_that_are_thrown_out_are_said(tmp_path: Path, drawn: tuple[Path, 
     assert "NOT FINITE" not in found.title
     with unrendered():
         thrown = draw(plant(tmp_path, [GOOD], finite=(9, 9, 4, 3)))
-    assert "NOT FINITE: 6 of 9 starts of shrinking are not finite, from step 2" in thrown.title
+    assert "). NOT FINITE: 6 of 9 starts of scaled (smaller w wanted) are not finite, from step 2" in thrown.title
 
 
 def marks(judged: list[theory._Judged], study: Study) -> tuple[list[tuple[str, float]], Axes]:
@@ -219,9 +219,10 @@ def test_false_forms_are_counted_by_what_they_are(tmp_path: Path) -> None:
 def test_words_and_symbols_are_explained_in_print_and_beneath_the_picture(drawn: tuple[Path, Drawn]) -> None:
     _, found = drawn
     for said in (found.title, found.caption):
-        assert "of 7 random ones a seed, and for a false form 1 counterexample fixed beforehand" in said
+        assert "cases: 7 random ones a seed, and for a false form 1 counterexample fixed beforehand" in said.lower()
         words = [line.split(":")[0].lower() for line in said.split("\n")[1:]]
-        assert words == ["source", "verdict", "residual", "bound", "broken", "symbols"]
+        broken = ["broken"] if said is found.title else []  # a column of the printed table alone
+        assert words == ["source", "verdict", "residual", "bound", "cases", *broken, "symbols"]
     symbols = found.title.split("symbols: ")[1]
     for one in ("y", "z", "g", "H", "L-hat", "d", "X", "lambda", "g_j", "mu_g", "k", "w*", "u", "c", "kappa", "eta"):
         assert re.search(rf"(?<![\w-]){re.escape(one)}(?![\w-])", symbols), one
