@@ -21,7 +21,9 @@ ReLU pi/(pi-1)); an orthogonal linear layer on white inputs has nothing but ones
 
 from __future__ import annotations
 
+import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,13 +69,17 @@ class Jacobian:
         perturbation: (N, ...) zeros that require a gradient; Q is an example's size.
         output: (N, ...) computed from it; P is an example's size.
         mode: ``per_example`` or ``batch``.
-        examples: How many examples have their Jacobian taken, the first ones; None for all.
+        examples: How many examples have their Jacobian taken, the first ones; None for all. More than there are are
+            all, with a warning.
 
     Raises:
         ValueError: If the output does not depend on the perturbation (says whether it is constant, or was computed
-            under no_grad or inference_mode), the numbers of examples differ, or in ``per_example`` mode one example's
-            output depends on another's input (statistics that are not frozen).
+            under no_grad or inference_mode), the numbers of examples differ, in ``per_example`` mode one example's
+            output depends on another's input (statistics that are not frozen), or ``examples`` is not positive or
+            stands beside mode ``batch``.
     """
+
+    matrix_free = "its extremes(k, generator=...) and mean_square(generator=...)"  # what a refusal to go dense names
 
     def __init__(self, perturbation: Tensor, output: Tensor, mode: Mode, examples: int | None = None) -> None:
         if mode not in get_args(Mode):
@@ -81,14 +87,23 @@ class Jacobian:
         if perturbation.ndim < 1 or output.ndim < 1 or len(perturbation) != len(output) or not len(output):
             shapes = tuple(perturbation.shape), tuple(output.shape)
             raise ValueError(f"examples are dimension 0 of both ends, got shapes {shapes[0]} and {shapes[1]}")
+        if examples is not None and examples < 1:
+            raise ValueError(f"examples must be at least 1, or None for all, got {examples}")
+        if examples is not None and mode == "batch":
+            raise ValueError(
+                f"a batch Jacobian is that of the whole batch: examples={examples} means nothing beside it"
+            )
+        if examples is not None and examples > len(output):
+            warnings.warn(f"examples={examples}, but the batch has {len(output)}: all are taken", stacklevel=_outside())
         self.perturbation, self.output, self.mode = perturbation, output, mode
         self.count = len(output) if examples is None else min(examples, len(output))
         self._forward: tuple[Tensor, Tensor] | None = None
         self._path: tuple[int, int] | None = None
-        if mode == "batch" and self.count < len(output):
-            raise ValueError("a batch Jacobian is that of the whole batch: examples means nothing beside it")
         _check_differentiable(perturbation, output)
         self._check_dependence()
+
+    def __repr__(self) -> str:
+        return f"Jacobian({self.matrices} of {self.shape[0]} x {self.shape[1]}, mode={self.mode!r})"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -139,8 +154,8 @@ class Jacobian:
             raise ValueError(
                 f"{self.matrices} dense Jacobian(s) of {self.shape[0]} x {self.shape[1]} take up to"
                 f" {needed / 2**20:.0f} MiB at {min(max(1, chunk), self.shape[0])} rows at once, the limit is"
-                f" {limit / 2**20:.0f} MiB: raise limit, take fewer examples, or go matrix-free"
-                " (extreme_values and mean_squares; in a probe method='matrix_free')"
+                f" {limit / 2**20:.0f} MiB: raise limit, take fewer examples, or go matrix-free by"
+                f" {self.matrix_free}"
             )
         rows, columns = self.shape
         found = self.output.new_empty((self.matrices, rows, columns))
@@ -296,6 +311,14 @@ class Jacobian:
         return self._path
 
 
+def _outside() -> int:
+    """The stacklevel, for whoever calls this, of the nearest caller outside this module."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 _APART = "the second point does not depend on the first"
 
 
@@ -339,7 +362,9 @@ def _graph(apply: Callable[[Tensor], Tensor], x: Tensor, mode: Mode) -> Jacobian
             output = torch.func.functional_call(apply, buffers, (moved,))
         else:
             output = apply(moved)
-    return Jacobian(perturbation, output, mode)
+    found = Jacobian(perturbation, output, mode)
+    found.matrix_free = "extreme_values(apply, x, k, generator=...) and mean_squares(apply, x, generator=...)"
+    return found
 
 
 def singular_values(
@@ -357,7 +382,8 @@ def singular_values(
             input. A module's buffers are left as they were; what a function moves (a module in a lambda that is
             training, a generator) is moved.
         x: Where.
-        mode: ``per_example`` or ``batch``, see above.
+        mode: ``per_example``: N matrices P x Q, each of one example's output by its own input. ``batch``: one matrix
+            NP x NQ, of all outputs by all inputs, for what couples the examples.
         limit: Bytes the matrices may take.
         chunk: Rows at once, see `Jacobian.dense`.
 
@@ -381,7 +407,8 @@ def extreme_values(
 ) -> list[Extremes]:
     """The ``k`` largest or smallest singular values at ``x`` (N, ...), without the matrix: one result an example.
 
-    ``batched`` as in `Jacobian.extremes`.
+    In mode ``batch`` one result, of the derivative of all outputs by all inputs (see `singular_values`). ``batched`` as
+    in `Jacobian.extremes`.
 
     Raises:
         ValueError: As `Jacobian` and `diagnostics.spectrum.extremes`.
@@ -402,22 +429,40 @@ def mean_squares(
 ) -> list[MeanSquare]:
     """|J|_F^2 / K at ``x`` (N, ...) with its standard error, without the matrix: one result an example.
 
+    K = min(P, Q) is the number of singular values. In mode ``batch`` one result, see `singular_values`.
+
     Raises:
         ValueError: As `Jacobian` and `diagnostics.spectrum.mean_square`.
     """
     return _graph(apply, x, mode).mean_square(samples=samples, generator=generator)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayerMap:
-    """The map from one named point of a network to the next, at the examples that were run."""
+    """The map from what one module puts out to what the next one is given, at the examples that were run.
+
+    Attributes:
+        source: Name of the module that sends.
+        target: Name of the module that receives.
+        jacobian: The derivative: ``singular_values()``, ``extremes(k, generator=...)``, ``mean_square(generator=...)``
+            or ``dense()`` of it, see `Jacobian`.
+        inputs: (N, C, ...) where the map begins: the source's output, or its input in form ``preactivation``.
+        outputs: (N, C, ...) where it ends: the target's input, not yet normalized.
+        constant: Units of the target that do not vary over the batch, and have a row of zeros in form ``normalized``.
+        form: ``normalized`` or ``preactivation``, see `layer_jacobians`.
+    """
 
     source: str
     target: str
     jacobian: Jacobian
-    inputs: Tensor  # (N, C, ...) at the source: the normalizer's output, or its input for form "preactivation"
-    outputs: Tensor  # (N, C, ...) at the target's input
-    constant: int  # units of the target that do not vary, and have a row of zeros in form "normalized"
+    inputs: Tensor
+    outputs: Tensor
+    constant: int
+    form: Form = "normalized"
+
+    def __repr__(self) -> str:
+        ends = f"{self.source!r} to {self.target!r}"
+        return f"LayerMap({ends}, form={self.form!r}, constant={self.constant}, {self.jacobian})"
 
 
 def layer_jacobians(
@@ -431,9 +476,12 @@ def layer_jacobians(
 ) -> list[LayerMap]:
     """The maps between consecutive ``layers`` of ``model``, from one call of ``forward``, which must run the model.
 
-    Any two modules will do; consecutive normalizers (or what stands in their place) are what the paper speaks of. The
-    model is in whatever mode it is in: batch normalizations that are training give the batch's statistics, frozen in
-    ``per_example`` mode. It should be guarded (`diagnostics.guard.guard`), or its running statistics move.
+    A map goes from what the first module puts out to what the next one is given, and contains neither module. Name the
+    normalizers or, without BN, what stands in their place (`nn.Identity` after each linear layer): from one linear
+    layer to the next the map would be the nonlinearity alone. Any two modules will do.
+
+    The model is in whatever mode it is in: batch normalizations that are training give the batch's statistics, frozen
+    in ``per_example`` mode. It should be guarded (`diagnostics.guard.guard`), or its running statistics move.
 
     In form ``normalized`` a unit that does not vary over the batch has no normalized value where nothing (no epsilon)
     is added to its variance: its row is zero, as if its value were, and it is counted in ``constant``. Where it sends,
@@ -445,18 +493,26 @@ def layer_jacobians(
         model: Any module.
         layers: Two modules or more, see `diagnostics.taps.resolve`; in the order in which the model holds them.
         forward: Runs the model once on the batch.
-        form: ``normalized`` or ``preactivation``, see above.
-        mode: ``per_example`` or ``batch``.
-        examples: How many examples have their Jacobian taken, in ``per_example`` mode; statistics come from all.
+        form: ``normalized``: from the first one's normalized vector (what it puts out, in units of gamma, or of its
+            standard deviation where it is no batch normalization) to the next one's (what that is given, normalized).
+            ``preactivation``: from what the first one is given to what the next one is given, unscaled, which
+            contains the first module.
+        mode: ``per_example``: a matrix an example, with the batch's statistics as constants. ``batch``: one matrix, the
+            derivative of all outputs by all inputs, statistics included.
+        examples: How many examples have their Jacobian taken, the first ones, in ``per_example`` mode; statistics come
+            from all. None for all, and for mode ``batch`` nothing else; more than there are are all, with a warning.
 
     Raises:
-        ValueError: If fewer than two layers are named, one is not run, is run without gradients or before the one that
-            sends, a map is undefined (see `Jacobian`), or in form ``normalized`` one value has to do for a standard
-            deviation (a batch of one) or a layer's statistics are of another kind.
+        ValueError: If ``examples`` is not positive or stands beside mode ``batch``, fewer than two layers are named,
+            one is not run, is run without gradients or before the one that sends, a map is undefined (see `Jacobian`),
+            or in form ``normalized`` one value has to do for a standard deviation (a batch of one) or a layer's
+            statistics are of another kind.
         TypeError: If the input or output of a layer is not one floating-point tensor.
     """
     if form not in get_args(Form):
         raise ValueError(f"form must be 'normalized' or 'preactivation', got {form!r}")
+    if examples is not None and examples < 1:
+        raise ValueError(f"examples must be at least 1, or None for all, got {examples}")
     modules = resolve(model, layers)
     if len(modules) < 2:
         raise ValueError(f"a map has two ends: name 2 layers or more, got {', '.join(modules)}")
@@ -482,8 +538,9 @@ def layer_jacobians(
             jacobian = Jacobian(source.perturbation, output, mode, examples)
         except ValueError as error:
             raise ValueError(f"from {source.name!r} to {target.name!r}: {error}") from error
+        jacobian.matrix_free = "map.jacobian.extremes(k, generator=...) and map.jacobian.mean_square(generator=...)"
         inputs, outputs = source.inputs.detach(), target.heard.detach()
-        found.append(LayerMap(source.name, target.name, jacobian, inputs, outputs, target.constant))
+        found.append(LayerMap(source.name, target.name, jacobian, inputs, outputs, target.constant, form))
     return found
 
 
@@ -628,6 +685,10 @@ def _per_unit(unit: Tensor, value: Tensor) -> Tensor:
 class LayerJacobian:
     """Singular values of the maps between consecutive layers, on a fixed probe batch.
 
+    A map goes from what the first module puts out to what the next one is given, and contains neither module. Name the
+    normalizers or, without BN, what stands in their place (`nn.Identity` after each linear layer): from one linear
+    layer to the next the map would be the nonlinearity alone.
+
     Per map, under the name of the layer that receives: ``singular_value``, unit k the k-th largest (from 0), the median
     over examples; and as unit -1 the means over examples of ``rank``, ``spread``, ``mean_square``, ``smallest``,
     ``largest``, ``distance`` (see `diagnostics.spectrum.Spectrum`), and ``nonfinite``, examples whose Jacobian is not
@@ -639,15 +700,19 @@ class LayerJacobian:
     whole probe batch (`diagnostics.spectrum.effective_dimension`), positions counting as examples.
 
     Args:
-        layers: Two modules or more, in the model's order: the normalizers, say, or what stands in their place.
+        layers: Two modules or more, in the model's order, see above.
         probe_batch: The examples, in the form the recorder's loss (or the model) takes.
-        form: ``normalized`` or ``preactivation``.
-        jacobian: ``per_example`` or ``batch``.
+        form: ``normalized``: from one normalized vector to the next. ``preactivation``: from what one module is given
+            to what the next one is given, unscaled, which contains the first. See `layer_jacobians`.
+        jacobian: ``per_example``: a matrix an example, with the batch's statistics as constants. ``batch``: one matrix,
+            the derivative of all outputs by all inputs, statistics included.
         mode: ``batch`` or ``population`` statistics in the normalizers; dropout is off in both.
         examples: How many examples have their Jacobian taken (the first ones); statistics come from the whole batch.
-            None for all, and for jacobian ``batch`` nothing else.
+            None for all, and for jacobian ``batch`` nothing else. By default the first 32, or all where there are
+            fewer or ``jacobian`` is ``batch``. More than there are are all, with a warning.
         method: ``dense`` or ``matrix_free``.
-        k: Values that are sought matrix-free, 1 to K. Nothing beside ``dense``, which gives all.
+        k: Values that are sought matrix-free, 1 to K = min(P, Q). None for 5, or K where that is less; a larger one is
+            K, with a warning. Nothing beside ``dense``, which gives all.
         limit: Bytes that dense matrices may take.
         seed: Of the random directions of the matrix-free way.
         when: A schedule, step -> bool.
@@ -666,9 +731,9 @@ class LayerJacobian:
         form: Form = "normalized",
         jacobian: Mode = "per_example",
         mode: Literal["batch", "population"] = "batch",
-        examples: int | None = 32,
+        examples: int | Literal["first 32"] | None = "first 32",
         method: Method = "dense",
-        k: int = 5,
+        k: int | None = None,
         limit: int = LIMIT,
         seed: int = 0,
         when: Schedule | None = None,
@@ -684,17 +749,20 @@ class LayerJacobian:
                 raise ValueError(f"{field} must be {' or '.join(map(repr, choices))}, got {value!r}")
         if jacobian == "batch" and mode == "population":
             raise ValueError("population statistics couple no examples: take jacobian 'per_example', or mode 'batch'")
-        if jacobian == "batch" and examples is not None:
-            raise ValueError(
-                f"a batch Jacobian is that of the whole batch: examples={examples} means nothing beside it"
-            )
-        for field, count in (("examples", examples), ("k", k), ("limit", limit)):
+        usual = isinstance(examples, str)
+        if usual and examples != "first 32":
+            raise ValueError(f"examples must be a number, or None for all, got {examples!r}")
+        asked = None if isinstance(examples, str) else examples
+        if jacobian == "batch" and asked is not None:
+            raise ValueError(f"a batch Jacobian is that of the whole batch: examples={asked} means nothing beside it")
+        for field, count in (("examples", asked), ("k", k), ("limit", limit)):
             if count is not None and count < 1:
                 raise ValueError(f"{field} must be at least 1, got {count}")
         self.layers, self.probe_batch = layers, probe_batch
         self.form: Form = form
         self.jacobian: Mode = jacobian
-        self.mode, self.examples, self.k, self.limit, self.seed = mode, examples, k, limit, seed
+        self.mode, self.examples, self.k, self.limit, self.seed = mode, asked, k, limit, seed
+        self._most = 32 if usual and jacobian == "per_example" else None
         self.method: Method = method
         self.when: Schedule = every(1) if when is None else when
         self.name = default_name(self, jacobian) if name is None else name
@@ -727,6 +795,10 @@ class LayerJacobian:
                 mode=self.jacobian,
                 examples=self.examples,
             )
+            for one in maps:
+                one.jacobian.matrix_free = "method='matrix_free'"
+                if self._most is not None:
+                    one.jacobian.count = min(self._most, one.jacobian.count)
             points = {one.source: one.inputs for one in maps} | {maps[-1].target: maps[-1].outputs}
             for layer, values in points.items():
                 rows.append(Rows(layer, _premise(values), mode=mode))
@@ -751,7 +823,13 @@ class LayerJacobian:
 
     def _matrix_free(self, one: LayerMap, mode: str) -> list[Rows]:
         generator = torch.Generator().manual_seed(self.seed)
-        k = min(self.k, *one.jacobian.shape)
+        k = min(5 if self.k is None else self.k, *one.jacobian.shape)
+        if self.k is not None and k < self.k:
+            warnings.warn(
+                f"{self.name}: k={self.k}, but the map from {one.source!r} to {one.target!r} has K={k} singular values:"
+                " all are taken",
+                stacklevel=_outside(),
+            )
         found = one.jacobian.extremes(k, generator=generator)
         squares = one.jacobian.mean_square(generator=generator)
         values = torch.stack([result.values for result in found])

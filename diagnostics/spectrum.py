@@ -46,16 +46,22 @@ _ROOM = 32  # steps that memory is taken for at once
 _NOTHING = 1e-12  # of the largest product: what is left of a vector below it is rounding
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Spectrum:
     """All singular values of one matrix or of many stacked ones, and what is read off them.
 
-    A matrix with an entry that is not finite has NaN for every value and every number below.
+    ``values`` are descending, K = min(P, Q) a matrix; ``rank``, ``spread``, ``mean_square``, ``smallest``, ``largest``
+    and ``distance`` are a number a matrix. A matrix with an entry that is not finite has NaN for every value and every
+    number.
     """
 
     values: Tensor  # (..., K), descending
     shape: tuple[int, int]  # P, Q
     eps: float | None = None  # of the matrices' type; None: of the values' type
+
+    def __repr__(self) -> str:
+        of = " x ".join(str(n) for n in self.values.shape[:-1])
+        return f"Spectrum({of or 'one'} of {self.shape[0]} x {self.shape[1]}, values {tuple(self.values.shape)})"
 
     @property
     def rank(self) -> Tensor:

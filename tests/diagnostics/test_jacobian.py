@@ -218,8 +218,15 @@ def test_memory_is_said_before_it_is_taken():
     jacobian.dense(limit=jacobian.bytes)
     with pytest.raises(ValueError, match=r"dense Jacobian\(s\) of 3 x 4 take .* MiB.*matrix-free"):
         jacobian.dense(limit=jacobian.bytes - 1)
-    with pytest.raises(ValueError, match="extreme_values"):
+    with pytest.raises(ValueError, match=r"matrix-free by its extremes\(k, generator=...\) and mean_square"):
+        jacobian.dense(limit=1)
+    with pytest.raises(
+        ValueError, match=r"matrix-free by extreme_values\(apply, x, k, generator=...\) and mean_squares"
+    ):
         singular_values(two_layers(), x, limit=100)
+    (one, _) = maps(net(), randn(8, 6))
+    with pytest.raises(ValueError, match=r"matrix-free by map.jacobian.extremes\(k, generator=...\)"):
+        one.jacobian.singular_values(limit=100)
 
 
 def test_memory_that_is_taken_is_what_was_said(monkeypatch):
@@ -371,8 +378,26 @@ def test_ends_that_do_not_belong_together_are_refused():
         Jacobian(perturbation, perturbation[:2], "batch")
     with pytest.raises(ValueError, match="'per_example' or 'batch', got 'each'"):
         singular_values(two_layers(), x, mode="each")
-    with pytest.raises(ValueError, match="examples means nothing"):
+    with pytest.raises(ValueError, match="examples=2 means nothing"):
         Jacobian(perturbation, perturbation * 2, "batch", 2)
+
+
+@pytest.mark.parametrize("examples", [0, -1])
+def test_examples_are_counted_from_one(examples):
+    with pytest.raises(ValueError, match=f"examples must be at least 1, or None for all, got {examples}"):
+        maps(net(), randn(12, 6), examples=examples)
+    perturbation = torch.zeros(3, 4, requires_grad=True)
+    with pytest.raises(ValueError, match=f"examples must be at least 1, or None for all, got {examples}"):
+        Jacobian(perturbation, perturbation * 2, "per_example", examples)
+
+
+def test_more_examples_than_there_are_are_all_with_a_warning():
+    with pytest.warns(UserWarning, match="examples=99, but the batch has 12: all are taken") as heard:
+        found = maps(net(), randn(12, 6), examples=99)
+    assert {one.jacobian.matrices for one in found} == {12}
+    assert {Path(one.filename).name for one in heard} == {"test_jacobian.py"}  # who asked, not who noticed
+    with pytest.raises(ValueError, match="examples=4 means nothing"):
+        with_batch_jacobian(net(), randn(12, 6), examples=4)
 
 
 # --- of a network
@@ -403,6 +428,12 @@ def maps(model, x, layers=NORMS, mode="batch", **options):
     with guard(model):
         set_mode(model, mode)
         return layer_jacobians(model, layers, lambda: model(x), **options)
+
+
+def with_batch_jacobian(model, x, **options):
+    with guard(model):
+        set_mode(model, "batch")
+        return layer_jacobians(model, NORMS, lambda: model(x), mode="batch", **options)
 
 
 def by_hand(model, x, k, bn=True):
@@ -510,6 +541,30 @@ def test_any_two_modules_will_do_and_examples_are_the_first_ones():
         wanted = each(lambda v: model[1](model[0](v)), x[:4])
     (found,) = maps(model, x, layers=["0.0", "2.0"], form="preactivation", examples=4, mode="population")
     assert torch.allclose(found.jacobian.dense(), wanted, atol=1e-12)
+
+
+def test_a_map_contains_neither_of_the_modules_it_is_named_by():
+    """Between two linear layers it is the nonlinearity; with identities after them, the second one belongs to it."""
+    x, first, second = randn(20, 6, seed=3), nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+    model = nn.Sequential(first, nn.Identity(), nn.Tanh(), second, nn.Identity())
+    u = first(x).detach()
+    slope, gain = 1 - torch.tanh(u) ** 2, u.std(0, correction=0)
+    (bare,) = maps(model, x, layers=["0", "3"])
+    wanted = torch.diag_embed(slope * gain / torch.tanh(u).std(0, correction=0))
+    assert torch.allclose(bare.jacobian.dense(), wanted, atol=1e-10)
+    (whole,) = maps(model, x, layers=["1", "4"])
+    scale = second(torch.tanh(u)).detach().std(0, correction=0)
+    wanted = second.weight[None] * (slope * gain)[:, None, :] / scale[None, :, None]
+    assert torch.allclose(whole.jacobian.dense(), wanted, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", ["normalized", "preactivation"])
+def test_maps_and_spectra_are_shown_in_a_line_without_their_tensors(form):
+    (one, _) = maps(net(), randn(20, 6, seed=3), examples=4, form=form)
+    assert repr(one.jacobian) == "Jacobian(4 of 6 x 6, mode='per_example')"
+    assert repr(one) == f"LayerMap('0.1' to '1.1', form='{form}', constant=0, {one.jacobian!r})"
+    (one, _) = with_batch_jacobian(net(), randn(5, 6, seed=3))
+    assert repr(one.jacobian) == "Jacobian(1 of 30 x 30, mode='batch')"
 
 
 def test_what_is_overwritten_in_place_is_seen_before_that():
@@ -796,7 +851,7 @@ def test_the_probe_writes_what_the_maps_say(tmp_path, form, mode):
 
 def test_the_probe_takes_the_batch_jacobian_where_it_is_asked_to(tmp_path):
     model, x = net(), randn(6, 6, seed=3)
-    probe = LayerJacobian(NORMS, x, jacobian="batch", examples=None)
+    probe = LayerJacobian(NORMS, x, jacobian="batch")  # of all examples: no number of them was asked for
     assert probe.name == "layer_jacobian.batch"
     table = record(tmp_path, probe, model)
     with guard(model):
@@ -818,6 +873,30 @@ def test_the_probe_goes_matrix_free(tmp_path):
     assert abs(cell["mean_square"] - float(found.mean_square.mean())) < 4 * cell["mean_square_error"]
     other = record(tmp_path / "other", LayerJacobian(NORMS, x, method="matrix_free", k=3, examples=4, seed=2), model)
     assert cells(other, "1.1")["mean_square"] != cell["mean_square"]
+
+
+def test_the_probe_takes_32_examples_and_5_values_where_nothing_is_asked(tmp_path, monkeypatch):
+    taken = []
+    dense = Jacobian.dense
+    monkeypatch.setattr(
+        Jacobian, "dense", lambda self, **options: taken.append(self.matrices) or dense(self, **options)
+    )
+    for count, wanted in ((40, 32), (8, 8)):
+        record(tmp_path / str(count), LayerJacobian(NORMS, randn(count, 6)), net())
+        assert set(taken) == {wanted}
+        taken.clear()
+    record(tmp_path / "all", LayerJacobian(NORMS, randn(40, 6), examples=None), net())
+    assert set(taken) == {40}
+    for width, wanted in ((6, 5), (3, 3)):
+        probe = LayerJacobian(NORMS, randn(8, width), method="matrix_free", examples=1)
+        assert len(values(record(tmp_path / f"w{width}", probe, net(width=width)), "1.1")) == wanted
+
+
+def test_more_values_than_there_are_are_all_with_a_warning(tmp_path):
+    probe = LayerJacobian(NORMS[:2], randn(8, 6), method="matrix_free", k=9, examples=2)
+    with pytest.warns(UserWarning, match="k=9, but the map from '0.1' to '1.1' has K=6 singular values"):
+        table = record(tmp_path, probe, net())
+    assert len(values(table, "1.1")) == 6
 
 
 def test_the_probe_refuses_what_does_not_fit_and_names_the_other_way(tmp_path):
@@ -873,8 +952,9 @@ def test_when_it_is_due(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"form": "raw"}, "form must be"), ({"jacobian": "each"}, "jacobian must be"), ({"mode": "step"}, "mode must be"),
-     ({"method": "svds"}, "method must be"), ({"jacobian": "batch"}, "examples=32 means nothing"),
+     ({"method": "svds"}, "method must be"), ({"jacobian": "batch", "examples": 32}, "examples=32 means nothing"),
      ({"jacobian": "batch", "examples": None, "mode": "population"}, "couple no examples"),
+     ({"examples": "all"}, "a number, or None for all, got 'all'"),
      ({"examples": 0}, "examples must be at least 1, got 0"), ({"k": 0}, "k must be"), ({"limit": 0}, "limit must be")],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(options, message):

@@ -365,3 +365,8 @@ def test_one_example_has_no_correlations():
     for values in (torch.zeros(1, 3), torch.zeros(4)):
         with pytest.raises(ValueError, match="2 examples or more"):
             effective_dimension(values)
+
+
+def test_a_spectrum_is_shown_in_a_line_without_its_values():
+    assert repr(spectrum(torch.ones(7, 4, 3))) == "Spectrum(7 of 4 x 3, values (7, 3))"
+    assert repr(spectrum(torch.ones(2, 5))) == "Spectrum(one of 2 x 5, values (2,))"
