@@ -7,7 +7,9 @@ parts: the premise (effective dimension of the normalized vectors), the rank, th
 ``jacobian_init``: untrained networks against batch size and width, where theory gives the mean square.
 
 The verdict follows the study's rule: a part of the conjecture holds, or fails, where the whole Student interval over
-seeds lies on one side of its bar, else it is undecided. The tests plant values on each side.
+seeds lies on one side of its bar, else it is undecided. Each map is judged on its own: ``jacobian_verdicts.csv`` has a
+row a map, part and end of training, and the printed table two a net, its numbers and its maps' verdicts. The tests
+plant values on each side.
 
 A map of P x Q has K = min(P, Q) singular values. The spread is that of the nonzero ones, so a map with zeros could have
 any spread at all: that none is zero, rank K, is a part of its own, and two spreads are compared only between equal
@@ -35,6 +37,7 @@ from numpy.typing import NDArray
 from analysis import style
 from analysis.load import Study, StudyError, load_records, load_study
 from analysis.statistics import Estimate, log_ratio, mean, mean_band
+from diagnostics.record import write_atomically
 
 NAME = "jacobian"
 ACTIVATIONS = {"linear": "linear", "sigmoid": "sigmoid", "tanh": "tanh", "relu": "ReLU"}
@@ -45,6 +48,8 @@ PARTS = {"effective_dimension": "premise", "rank": "rank", "mean_square": "mean 
 DIMENSION, SQUARE, SPREAD = 0.9, (0.9, 1.1), 0.1
 # E[g'(x)^2] / Var[g(x)] for standard normal x.
 THEORY = {"linear": 1.0, "sigmoid": 1.0336, "tanh": 1.1778, "relu": math.pi / (math.pi - 1)}
+ENDS = {"start": 0, "end": -1}  # records that are judged
+LETTERS = {"holds": "h", "fails": "f", "undecided": "u", "undefined": "n"}
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 NUMBERS = ("mean_square", "spread", "rank", "smallest", "largest", "distance", "nonfinite")
 
@@ -107,6 +112,9 @@ def draw(folder: Path) -> style.Drawn:
         paths: tuple[Path, ...] = ()
         for name, (figure, numbers) in drawn.items():
             paths += style.save(figure, folder, name, numbers)
+    verdicts = folder / f"{NAME}_verdicts.csv"
+    write_atomically(verdicts, _verdict_numbers(maps).to_csv(index=False, lineterminator="\n").encode())
+    paths += (verdicts,)
     return style.Drawn(paths, _table(maps, weights), _title(study, maps, untrained), _caption(study, "gaussian"))
 
 
@@ -220,7 +228,7 @@ def _distributions(study: Study, maps: Sequence[_Map], init: str) -> Figure:
             one = next(m for m in maps if m.key == (activation, init, arm) and m.layer == layer)
             _draw_distribution(axes, one, law)
             if activation == "linear":
-                axes.set_title(f"hidden {layer - 1} to {layer}, {ARMS[arm]}", fontsize=9)
+                axes.set_title(f"hidden {layer - 1} to {layer}, {ARMS[arm]}", fontsize=9, pad=14)
         row[0].set_ylabel(f"{name}\nsingular value")
     for axes in grid[-1]:
         axes.set_xlabel("training steps")
@@ -254,8 +262,8 @@ def _draw_distribution(axes: Axes, one: _Map, law: Floats) -> None:
     axes.plot(place, law[2], "_", color=style.BLACK, ms=7)
     first, end = (float(np.mean(one.values["rank"][:, at])) / one.count for at in (0, -1))
     axes.annotate(
-        f"nonzero {_percent(first)} to {_percent(end)}", (0.03, 0.03), xycoords="axes fraction", fontsize=7,
-        color=style.BLACK, bbox={"boxstyle": "square,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.8},
+        f"nonzero {_percent(first)} to {_percent(end)}", (0, 1.02), xycoords="axes fraction", fontsize=7,
+        color=style.BLACK, va="bottom",
     )  # fmt: skip
     _log_axis(axes)
     _step_axis(axes, last)
@@ -425,20 +433,24 @@ def _side(estimate: Estimate, low: float, high: float) -> str:
     return "fails" if estimate.high < low or estimate.low > high else "undecided"
 
 
+def _bars(one: _Map) -> dict[str, tuple[float, float]]:
+    """Lowest and highest value that each part of the conjecture allows."""
+    return {
+        "effective_dimension": (DIMENSION * one.ideal, math.inf),
+        "rank": (one.count * (1 - 1e-9), math.inf),  # no rank is above K: only K in every seed, at every example, holds
+        "mean_square": SQUARE,
+        "spread": (-math.inf, SPREAD),
+    }
+
+
 def _verdicts(one: _Map, at: int) -> dict[str, str]:
     """Each part of the conjecture and the whole of it, at record ``at``; ``undefined`` where a seed's value is.
 
     An example whose map is not finite is left out of the means, which then are not of all examples: undefined too.
     """
     whole = not (one.values["nonfinite"][:, at] > 0).any()
-    bars = {
-        "effective_dimension": (DIMENSION * one.ideal, math.inf),
-        "rank": (one.count * (1 - 1e-9), math.inf),  # no rank is above K: only K in every seed, at every example, holds
-        "mean_square": SQUARE,
-        "spread": (-math.inf, SPREAD),
-    }
     found = {}
-    for name, bar in bars.items():
+    for name, bar in _bars(one).items():
         values = one.values[name][:, at]
         defined = np.isfinite(values).all() and (whole or name == "effective_dimension")
         found[PARTS[name]] = _side(mean(values), *bar) if defined else "undefined"
@@ -488,11 +500,11 @@ def _undefined_at_init(untrained: pd.DataFrame) -> list[str]:
 
 def _title(study: Study, maps: Sequence[_Map], untrained: pd.DataFrame) -> str:
     normalized = [one for one in maps if one.key[2] == "batch"]
-    said = []
-    for when, at in (("start", 0), ("end", -1)):
+    said = {}
+    for when, at in ENDS.items():
         verdicts = [_verdicts(one, at) for one in normalized]
         counts = [f"{part} {_count([v[part] for v in verdicts])}" for part in (*PARTS.values(), "all")]
-        said.append(f"{when}: {'; '.join(counts)}")
+        said[when] = f"{when}: {'; '.join(counts)}"
     pairs = [
         _better(next(m for m in maps if m.key == (*one.key[:2], "none") and m.layer == one.layer), one, -1)
         for one in normalized
@@ -500,16 +512,35 @@ def _title(study: Study, maps: Sequence[_Map], untrained: pd.DataFrame) -> str:
     answers = ("supported", "refuted", "undecided", "ranks differ", "undefined")
     weaker = ", ".join(f"{word} {pairs.count(word)}" for word in answers if word != "undefined" or word in pairs)
     seeds = "One seed, no intervals" if len(study.seeds) == 1 else f"{len(study.seeds)} seeds"
+    letters = ", ".join(f"{letter} {word}" for word, letter in LETTERS.items())
     return (
         f"Singular values between normalized layers. Conjecture (all 1) for {len(normalized)} maps with BN, by its"
-        f" parts, at the {said[0]}. At the {said[1]}. Weaker claim (spread smaller with BN, at the end, where the ranks"
-        f" are equal): {weaker}. {seeds}.{_lost(_undefined(maps) + _undefined_at_init(untrained))} Table: start to end,"
-        " means over the last two maps; dim. is the effective dimension, W's the spread of the weights alone"
+        f" parts,\nat the {said['start']}.\nAt the {said['end']}.\nWeaker claim (spread smaller with BN, at the end,"
+        f" where the ranks are equal): {weaker}. {seeds}.{_lost(_undefined(maps) + _undefined_at_init(untrained))}\n"
+        f"{_definitions(normalized)}\nTable: start to end, {_which(study)}; W's is the spread of the weights alone,"
+        " distance |J J^T - I|_F / sqrt(P), which is 0 where all are 1. Below each net's numbers the verdicts on"
+        f" its parts, and on all of them together, a letter a map: {letters}"
     )
 
 
+def _definitions(maps: Sequence[_Map]) -> str:
+    """The parts and their bars, with what they come to for ``maps``."""
+    bars = style.and_list([f"{bar:.3g}" for bar in sorted({DIMENSION * one.ideal for one in maps})])
+    counts = style.and_list([str(count) for count in sorted({one.count for one in maps})])
+    return (
+        f"Premise: effective dimension (dim.) of the C units that enter, seen in N examples, above {DIMENSION:g} of"
+        f" 1/(1/C + 1/N), here {bars}. Rank: all K = min(P, Q) singular values of a P x Q map nonzero, here {counts}."
+        f" Mean square (square) of all K: {SQUARE[0]:g} to {SQUARE[1]:g}. Spread, the standard deviation of the"
+        f" logarithm of the nonzero ones: below {SPREAD:g}."
+    )
+
+
+def _which(study: Study) -> str:
+    return "means over the last two maps" if len(_layers(study)) > 1 else "of the only map"
+
+
 def _count(verdicts: Sequence[str]) -> str:
-    said = f"{verdicts.count('holds')} hold, {verdicts.count('fails')} fail"
+    said = f"{verdicts.count('holds')} hold, {verdicts.count('fails')} fail, {verdicts.count('undecided')} undecided"
     return said + (f", {verdicts.count('undefined')} undefined" if "undefined" in verdicts else "")
 
 
@@ -543,6 +574,13 @@ def _table(maps: Sequence[_Map], weights: Mapping[Key, tuple[float, float]]) -> 
                 change("distance", ".2f"),
             )
         )
+        ends = [[_verdicts(one, at) for one in mine] for at in ENDS.values()]
+        letters = {
+            part: _arrow(*("".join(LETTERS[verdict[part]] for verdict in end) for end in ends))
+            for part in (*PARTS.values(), "all")
+        }
+        parts = letters["premise"], letters["mean square"], letters["spread"], "", letters["rank"], "", "", ""
+        rows.append((f"  verdicts; all {letters['all']}", *parts))
     columns = ["net", "dim.", "square", "spread", "W's", "rank", "smallest", "largest", "distance"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -589,6 +627,23 @@ def _part_numbers(maps: Sequence[_Map]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
+def _verdict_numbers(maps: Sequence[_Map]) -> pd.DataFrame:
+    """One row a map, end of training and part: the verdict, the mean over seeds, its interval, and the bars."""
+    rows = []
+    for one, (when, at) in product(maps, ENDS.items()):
+        verdicts, bars = _verdicts(one, at), _bars(one)
+        head = (*one.key, one.layer, when, one.steps[at])
+        for name, part in PARTS.items():
+            values = one.values[name][:, at]
+            found = mean(values) if np.isfinite(values).all() else None
+            numbers = (found.estimate, found.low, found.high) if found else (math.nan,) * 3
+            low, high = (bar if math.isfinite(bar) else math.nan for bar in bars[name])
+            rows.append((*head, part, verdicts[part], *numbers, one.count if name == "rank" else low, high))
+        rows.append((*head, "all", verdicts["all"], *(math.nan,) * 5))
+    columns = ["activation", "init", "arm", "layer", "when", "step", "part", "verdict"]
+    return pd.DataFrame(rows, columns=[*columns, "estimate", "low", "high", "at_least", "at_most"])
+
+
 def _setting(study: Study) -> str:
     arm = _arm(("linear", "gaussian", "none"))
     training, measures = study.setting("training", arm=arm), study.setting("measures", arm=arm)
@@ -610,8 +665,8 @@ def _caption(study: Study, init: str) -> str:
         "weights, per example with the statistics of the batch frozen. Networks without BN are put in the same form. "
         "Bands are not intervals: they hold 90% and 50% of the nonzero values (k-th largest: median over examples; "
         f"quantiles: geometric mean over seeds), the line is their median, the thin line the largest. {_seeds(study)} "
-        "A ReLU that is off makes a zero, which is left out; each panel says how many are nonzero at start and end. "
-        "The conjecture is the black line at 1. Grey at the right: "
+        "A ReLU that is off makes a zero, which is left out; above each panel is the share that is nonzero at start "
+        "and end. The conjecture is the black line at 1. Grey at the right: "
         f"square Gaussian matrices alone (Marchenko & Pastur), 90%, 50% and median. {_setting(study)}"
     )
 
@@ -620,16 +675,23 @@ def _parts_caption(study: Study, maps: Sequence[_Map]) -> str:
     band = "" if len(study.seeds) == 1 else " Bands: 95% Student t interval over seeds, of logarithms in the lower two."
     nets = [[one for one in maps if one.key == key] for key in product(ACTIVATIONS, INITS, ARMS)]
     zeros = _zeros([np.mean([one.values[name] for one in net], axis=0) for net in nets for name in LOGARITHMIC])
+    drawn = (
+        "the only map"
+        if len(_layers(study)) == 1
+        else "means of the last two maps (the rule judges each map on its own, see jacobian_verdicts.csv)"
+    )
+    law = float(np.log(marchenko_pastur(1.0)).std())
     units, sample = _units(study)[-2], study.setting("measures", "sample", arm=_arm(("linear", "gaussian", "none")))
     return (
-        "The conjecture in its parts, means of the last two maps. Top: effective dimension (participation ratio of "
+        f"The conjecture in its parts, {drawn}. Top: effective dimension (participation ratio of "
         f"the correlation matrix) of the vectors that enter, of {units} units; {units} independent units show "
         f"1/(1/C + 1/N) = {independent_dimension(units, sample):.3g} in N = {sample} examples, and the dotted line is "
-        f"{DIMENSION:.0%} of what they show. Second: rank as a share of the K = min(P, Q) singular values; the "
-        "conjecture asks for all of them. Third: mean squared singular value; the conjecture asks for the grey band; "
-        "theory for wide layers with BN at the start gives the dashed line. Bottom: standard deviation of the log of "
+        f"{DIMENSION:.0%} of what they show. Second: rank as a share of the K = min(P, Q) singular values of a "
+        "P x Q map; the conjecture asks for all of them. Third: mean squared singular value; the conjecture asks for "
+        f"the grey band, {SQUARE[0]:g} to {SQUARE[1]:g}; theory for wide layers with BN at "
+        "the start gives the dashed line. Bottom: standard deviation of the log of "
         "the nonzero singular values, which are fewer where the rank is lower; the conjecture asks for less than the "
-        f"dotted grey line ({SPREAD:g}), square Gaussian matrices alone have the dotted black one. "
+        f"dotted grey line ({SPREAD:g}), square Gaussian matrices alone have the dotted black one ({law:.2f}). "
         f"{_seeds(study)}{band}{_lost(_undefined(maps))}{zeros} {_setting(study)}"
     )
 

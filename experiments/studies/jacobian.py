@@ -238,7 +238,8 @@ STUDY = Study(
     measures=(
         "singular values of the map between consecutive normalized vectors, per example with the batch's statistics"
         " frozen, at steps evenly spaced in their logarithm: all of them, mean square, spread (standard deviation of"
-        " the logarithm of the nonzero ones), rank, smallest, largest, |J J^T - I|_F / sqrt(P)",
+        " the logarithm of the nonzero ones), rank (how many are nonzero), smallest, largest, distance"
+        " |J J^T - I|_F / sqrt(P)",
         "effective dimension and correlation of the normalized vectors",
         "singular values of the weights alone, against Marchenko and Pastur's law",
         "the same of untrained networks at several widths and batch sizes",
@@ -246,15 +247,15 @@ STUDY = Study(
     rule=(
         "The conjecture (all singular values 1) has four parts, judged per nonlinearity, law of weights and map, at"
         " the start and at the end of training, over seeds. Premise: effective dimension above 0.9 of 1/(1/C + 1/N),"
-        " which is what C independent units of unit variance show in N examples (500 examples of 100 units: 83)."
-        " Rank: all K = min(P, Q) singular values nonzero, at every example, in every seed. Mean square: between 0.9"
-        " and 1.1. Spread (of the nonzero values): below 0.1. A part holds, or fails, where the whole 95% interval says"
-        " so; else it is undecided, and undefined where a value is not finite. The conjecture holds where all four do"
-        " and is refuted where one fails. The weaker claim (better behaved with BN) is supported where the spread's"
-        " ratio with to without BN, paired by seed, is below 1 with its interval, refuted where it is above; only where"
-        " the ranks of both are equal, else the two spreads are over different numbers of values. An earlier form of"
-        " this rule put the premise's bar at 0.9 C, which independent units seen in N examples do not reach, and did"
-        " not judge the rank."
+        " which is what C independent units of unit variance show in N examples (500 examples of 100 units: 83). Rank:"
+        " all K = min(P, Q) singular values of a P x Q map nonzero, at every example, in every seed. Mean square:"
+        " between 0.9 and 1.1. Spread (of the nonzero values): below 0.1. A part holds, or fails, where the whole 95%"
+        " interval says so; else it is undecided, and undefined where a value is not finite. The conjecture holds"
+        " where all four do and is refuted where one fails. The weaker claim (better behaved with BN) is supported"
+        " where the spread's ratio with to without BN, paired by seed, is below 1 with its interval, refuted where it"
+        " is above; only where the ranks of both are equal, else the two spreads are over different numbers of values."
+        " An earlier form of this rule put the premise's bar at 0.9 C, which independent units seen in N examples do"
+        " not reach, and did not judge the rank."
     ),
     control=(
         "Both networks are put in the same form, so that a scale set by BN is no merit. Linear networks with orthogonal"

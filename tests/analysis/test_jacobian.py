@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -117,15 +118,71 @@ def test_the_title_counts_what_holds_and_what_fails(drawn: tuple[Path, Drawn]) -
     """Two maps an arm: one arm's hold in every part, all others fail in every part."""
     _, found = drawn
     for when in ("start", "end"):
-        assert f"{when}: premise 2 hold, 14 fail; rank 2 hold, 14 fail; mean square 2 hold, 14 fail;" in found.title
-    assert "spread 2 hold, 14 fail; all 2 hold, 14 fail" in found.title
+        counted = "2 hold, 14 fail, 0 undecided"
+        assert f"{when}: premise {counted}; rank {counted}; mean square {counted};" in found.title
+    assert f"spread {counted}; all {counted}" in found.title
     # orthogonal linear and tanh are smaller with BN, ReLU is larger, sigmoid has fewer values, the rest are equal
     assert "supported 4, refuted 2, undecided 8, ranks differ 2." in found.title
 
 
-def test_the_table_has_a_row_for_every_net(drawn: tuple[Path, Drawn]) -> None:
+def test_the_title_says_the_bars_and_what_the_words_mean(drawn: tuple[Path, Drawn]) -> None:
     _, found = drawn
-    assert len(found.table) == 16
+    assert "above 0.9 of 1/(1/C + 1/N), here 7.5. Rank: all K = min(P, Q) singular values" in found.title
+    assert "nonzero, here 10. Mean square (square) of all K: 0.9 to 1.1." in found.title
+    assert "Spread, the standard deviation of the logarithm of the nonzero ones: below 0.1." in found.title
+    assert "distance |J J^T - I|_F / sqrt(P)" in found.title
+    assert "a letter a map: h holds, f fails, u undecided, n undefined" in found.title
+
+
+def test_every_net_has_its_maps_verdicts_beneath_its_numbers(drawn: tuple[Path, Drawn]) -> None:
+    _, found = drawn
+    arrow = "\N{RIGHTWARDS ARROW}"
+    nets = found.table["net"].tolist()
+    for net, letters in (("linear orthogonal BN", f"hh{arrow}hh"), ("tanh Gaussian BN", f"ff{arrow}ff")):
+        row = found.table.iloc[nets.index(net) + 1]
+        assert row["net"] == f"  verdicts; all {letters}"
+        assert {row[name] for name in ("dim.", "square", "spread", "rank")} == {letters}
+    row = found.table.iloc[nets.index("linear orthogonal") + 1]
+    assert (row["rank"], row["spread"]) == (f"hh{arrow}hh", f"ff{arrow}ff")
+
+
+def test_letters_are_of_each_map_and_end(tmp_path: Path) -> None:
+    found = maps(plant(tmp_path, {"tanh-gaussian-batch": GOOD}), "tanh-gaussian-batch")
+    for one, seeds, at, changed in ((0, 0, -1, math.nan), (1, slice(None), 0, (0.09, 0.1, 0.11))):
+        spread = found[one].values["spread"].copy()
+        spread[seeds, at] = changed
+        found[one] = replace(found[one], values={**found[one].values, "spread": spread})
+    planted = [replace(one, key=key) for key in product(ACTIVATIONS, INITS, ARMS) for one in found]
+    table = jacobian._table(planted, dict.fromkeys(product(ACTIVATIONS, INITS, ARMS), (1.0, 1.0)))
+    assert table.iloc[1]["spread"] == "hu\N{RIGHTWARDS ARROW}nh"
+    assert table.iloc[1]["net"] == "  verdicts; all hu\N{RIGHTWARDS ARROW}nh"
+    assert table.iloc[1]["rank"] == "hh\N{RIGHTWARDS ARROW}hh"
+    assert jacobian._count(["holds", "undecided", "undefined", "undecided"]) == (
+        "1 hold, 0 fail, 2 undecided, 1 undefined"
+    )
+
+
+def test_verdicts_are_a_table_with_intervals_and_bars(drawn: tuple[Path, Drawn]) -> None:
+    folder, found = drawn
+    assert folder / "jacobian_verdicts.csv" in found.paths
+    table = pd.read_csv(folder / "jacobian_verdicts.csv")
+    assert len(table) == 16 * 2 * 2 * 5  # nets, maps, ends, parts and all
+    assert set(table["step"]) == {0, 99}
+    good = (table.activation == "linear") & (table.init == "orthogonal") & (table.arm == "batch")
+    assert set(table[good]["verdict"]) == {"holds"}
+    rows = table[(table.activation == "relu") & (table.arm == "batch") & (table.init == "gaussian")]
+    spread = rows[(rows.part == "spread") & (rows.layer == 3) & (rows.when == "end")].iloc[0]
+    half = 4.302653 * 0.016 / math.sqrt(3)  # Student's t of 2 degrees of freedom
+    assert (spread["verdict"], spread["at_most"]) == ("fails", 0.1)
+    assert math.isnan(spread["at_least"])
+    assert tuple(spread[["estimate", "low", "high"]]) == pytest.approx((1.6, 1.6 - half, 1.6 + half))
+    bars = table.groupby("part")["at_least"].unique()
+    assert (bars["premise"].tolist(), bars["rank"].tolist()) == (pytest.approx([7.5]), [10])
+
+
+def test_the_table_has_two_rows_for_every_net(drawn: tuple[Path, Drawn]) -> None:
+    _, found = drawn
+    assert len(found.table) == 32
     row = found.table.set_index("net").loc["tanh Gaussian BN"]
     assert row["spread"] == "0.40\N{RIGHTWARDS ARROW}0.40"
     assert row["dim."] == "5\N{RIGHTWARDS ARROW}5"
@@ -254,10 +311,12 @@ def test_what_is_undefined_is_named_and_the_rest_is_drawn(tmp_path: Path) -> Non
     assert named in found.title
     assert "sigmoid-orthogonal-none 1 to 2 (premise, rank, mean square, spread)" in found.title
     assert "relu-gaussian-none width 50, batch 16 (spread)" in found.title
-    assert "spread 0 hold, 14 fail, 2 undefined" in found.title
+    assert "spread 0 hold, 14 fail, 0 undecided, 2 undefined" in found.title
     study = load_study(folder)
     every = [one for key in product(ACTIVATIONS, INITS, ARMS) for one in jacobian._maps(study, key)]
     assert named in jacobian._parts_caption(study, every)
+    assert "the grey band, 0.9 to 1.1" in jacobian._parts_caption(study, every)
+    assert "the rule judges each map on its own" in jacobian._parts_caption(study, every)
     assert "A spread or square of 0 has no logarithm" in jacobian._parts_caption(study, every)
     caption = jacobian._init_caption(study, jacobian._untrained(study), 100, 64)
     assert "relu-gaussian-none width 50, batch 16 (spread)" in caption
