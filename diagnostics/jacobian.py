@@ -476,9 +476,10 @@ def layer_jacobians(
 ) -> list[LayerMap]:
     """The maps between consecutive ``layers`` of ``model``, from one call of ``forward``, which must run the model.
 
-    A map goes from what the first module puts out to what the next one is given, and contains neither module. Name the
-    normalizers or, without BN, what stands in their place (`nn.Identity` after each linear layer): from one linear
-    layer to the next the map would be the nonlinearity alone. Any two modules will do.
+    A map goes from what the first module puts out to what the next one is given, and contains neither module (form
+    ``preactivation``: from what the first one is given, so it contains that one). Name the normalizers or, without BN,
+    what stands in their place (`nn.Identity` after each linear layer): from one linear layer to the next the map would
+    be the nonlinearity alone. Any two modules will do.
 
     The model is in whatever mode it is in: batch normalizations that are training give the batch's statistics, frozen
     in ``per_example`` mode. It should be guarded (`diagnostics.guard.guard`), or its running statistics move.
@@ -685,9 +686,10 @@ def _per_unit(unit: Tensor, value: Tensor) -> Tensor:
 class LayerJacobian:
     """Singular values of the maps between consecutive layers, on a fixed probe batch.
 
-    A map goes from what the first module puts out to what the next one is given, and contains neither module. Name the
-    normalizers or, without BN, what stands in their place (`nn.Identity` after each linear layer): from one linear
-    layer to the next the map would be the nonlinearity alone.
+    A map goes from what the first module puts out to what the next one is given, and contains neither module (form
+    ``preactivation``: from what the first one is given, so it contains that one). Name the normalizers or, without BN,
+    what stands in their place (`nn.Identity` after each linear layer): from one linear layer to the next the map would
+    be the nonlinearity alone.
 
     Per map, under the name of the layer that receives: ``singular_value``, unit k the k-th largest (from 0), the median
     over examples; and as unit -1 the means over examples of ``rank``, ``spread``, ``mean_square``, ``smallest``,
