@@ -45,11 +45,21 @@ def convert(
     While it is noisy, the model's ``state_dict`` has one entry more for each such module: the state of the noise. A
     checkpoint of the plain model is loaded before the conversion, or with ``strict=False``.
 
+    ::
+
+        from experiments.convert import convert, converted, restore
+        from experiments.normalizers import NoiseLaw
+
+        convert(model, generator=torch.Generator().manual_seed(0), law=NoiseLaw(strength=2.0))  # train; then
+        restore(model)
+        with converted(model, to="ghost", group=16): ...  # train in the block: restored at its end
+
     Args:
         model: Any module that holds batch normalizations, or is one.
         to: What they become.
-        generator: Where noise comes from; needed by ``noisy``, and its alone.
-        law: The law of the noise, by default Algorithm 1's; for ``noisy`` alone.
+        generator: Where noise comes from, such as ``torch.Generator().manual_seed(0)``; needed by ``noisy``, and its
+            alone.
+        law: The law of the noise, an `experiments.normalizers.NoiseLaw`, by default Algorithm 1's; for ``noisy`` alone.
         group: Examples in a group; needed by ``ghost``, and its alone.
 
     Raises:
@@ -123,15 +133,25 @@ def _check_arguments(to: Target, generator: torch.Generator | None, law: NoiseLa
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ValueError(f"generator is a torch.Generator, not {generator!r}")
     if law is not None and not isinstance(law, NoiseLaw):
-        raise ValueError(f"law is a NoiseLaw, not {law!r}")
+        raise ValueError(f"law is a NoiseLaw (of experiments.normalizers), not {law!r}")
     if group is not None and (isinstance(group, bool) or not isinstance(group, int)):
         raise ValueError(f"group is a number of examples, not {group!r}")
-    if (generator is None) == (to == "noisy"):
-        raise ValueError(f"a generator is what noisy needs and no other: to is {to}, generator is {generator}")
+    if to == "noisy" and generator is None:
+        raise ValueError(
+            'to="noisy" needs a generator that the noise is drawn from: '
+            'convert(model, to="noisy", generator=torch.Generator().manual_seed(0))'
+        )
+    if to != "noisy" and generator is not None:
+        raise ValueError(f'to="{to}" draws no noise: leave generator out, which is for to="noisy"')
     if law is not None and to != "noisy":
-        raise ValueError(f"a law of noise has no part in {to}")
-    if (group is None) == (to == "ghost"):
-        raise ValueError(f"a group is what ghost needs and no other: to is {to}, group is {group}")
+        raise ValueError(f'to="{to}" draws no noise: leave law out, which is for to="noisy"')
+    if to == "ghost" and group is None:
+        raise ValueError(
+            'to="ghost" needs a group, the number of examples that share statistics: '
+            'convert(model, to="ghost", group=16)'
+        )
+    if to != "ghost" and group is not None:
+        raise ValueError(f'to="{to}" has no groups: leave group={group} out, which is for to="ghost"')
     if group is not None and group < 1:
         raise ValueError(f"group must be at least 1, not {group}")
 

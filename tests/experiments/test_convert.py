@@ -1,6 +1,7 @@
 """Conversion: on a residual network in plain torch, everything but the normalization stays what and where it was."""
 
 import copy
+import textwrap
 from typing import Any
 
 import pytest
@@ -354,12 +355,12 @@ def test_a_model_without_batch_normalization_is_refused():
 @pytest.mark.parametrize(
     ("to", "arguments", "complaint"),
     [
-        ("noisy", {}, "generator is None"),
-        ("ghost", {"group": 2, "generator": generator()}, "to is ghost, generator is <torch"),
-        ("ghost", {}, "group is None"),
+        ("noisy", {}, r"to=\"noisy\" needs a generator .*generator=torch.Generator\(\)\.manual_seed\(0\)\)"),
+        ("ghost", {"group": 2, "generator": generator()}, 'to="ghost" draws no noise: leave generator out'),
+        ("ghost", {}, r"to=\"ghost\" needs a group, .*convert\(model, to=\"ghost\", group=16\)"),
         ("ghost", {"group": 0}, "group must be at least 1, not 0"),
-        ("noisy", {"generator": generator(), "group": 2}, "to is noisy, group is 2"),
-        ("population", {"law": NoiseLaw()}, "a law of noise has no part in population"),
+        ("noisy", {"generator": generator(), "group": 2}, 'to="noisy" has no groups: leave group=2 out'),
+        ("population", {"law": NoiseLaw()}, 'to="population" draws no noise: leave law out'),
         ("layer", {}, "to is noisy, population or ghost, not 'layer'"),
     ],
 )
@@ -370,11 +371,22 @@ def test_arguments_that_are_missing_or_belong_to_another_target_are_refused(to, 
     assert type(model.first) is nn.BatchNorm1d
 
 
+def test_the_example_in_the_help_is_one_that_runs() -> None:
+    example = textwrap.dedent(str(convert.__doc__).split("::\n")[1].split("Args:")[0])
+    names = {"convert": convert, "converted": converted, "restore": restore, "torch": torch, "model": residual()}
+    exec(example, names)
+    assert isinstance(names["model"], nn.Module)
+    assert type(names["model"].first) is nn.BatchNorm1d
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
         ({"generator": 123}, "generator is a torch.Generator, not 123"),
-        ({"generator": torch.Generator(), "law": {"strength": 2}}, "law is a NoiseLaw, not"),
+        (
+            {"generator": torch.Generator(), "law": {"strength": 2}},
+            r"law is a NoiseLaw \(of experiments.normalizers\), not",
+        ),
         ({"to": "ghost", "group": 2.0}, "group is a number of examples, not 2.0"),
         ({"to": "ghost", "group": True}, "group is a number of examples, not True"),
     ],
