@@ -11,6 +11,7 @@ otherwise train without a word.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -20,8 +21,8 @@ import os
 import tarfile
 import urllib.request
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -139,7 +140,9 @@ def cifar10(root: Path | str, *, download: bool = False, standardize: bool = Tru
                 _download_cifar10(root)
     if folder is None:
         raise DatasetError(
-            f"CIFAR-10 is not in {_listed(places)}; ask for the download, or unpack {CIFAR10_URL} into {root}"
+            f"CIFAR-10 is not in {_listed(places)}: neither holds {CIFAR10_TEST}. Name the folder that does (root, "
+            f"--root); or get {CIFAR10_URL} and unpack it there (tar xzf cifar-10-binary.tar.gz -C {root}); or have it "
+            "downloaded (whybn: leave --root out; in Python: download=True)"
         )
     train = [_read_cifar10(folder / name) for name in CIFAR10_TRAIN]
     if len({len(records) for records in train}) > 1:
@@ -311,43 +314,75 @@ def _channel_moments(pictures: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """One process at a time within, for this folder."""
+    """One process at a time within, for this folder; where that fails, none is left that was made for it."""
+    made = _absent(root)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(root, os.O_RDONLY)
+        descriptor = _opened(root)
     except OSError as error:
-        raise DatasetError(f"CIFAR-10 cannot be put into {root}: {error.strerror}") from error
+        _remove_empty(made)
+        raise DatasetError(
+            f"CIFAR-10 cannot be put into {root}: {error.strerror}; name another folder that holds it (root, --root)"
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
+    except BaseException:
+        _remove_empty(made)
+        raise
     finally:
         os.close(descriptor)
 
 
+def _opened(folder: Path) -> int:
+    """A descriptor of the folder, made if absent; again where another run has just removed it, having failed."""
+    for _ in range(100):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+    raise FileNotFoundError(errno.ENOENT, "it is removed again and again", str(folder))
+
+
+def _absent(folder: Path) -> list[Path]:
+    """The folder and those above it that do not exist, innermost first."""
+    return [place for place in (folder, *folder.parents) if not place.exists()]
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove these, innermost first, up to the first that holds something or is gone already."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
 def _download_cifar10(root: Path) -> None:
     """Fetch the archive, check it, and unpack its files; nothing half-written is left or seen by another process."""
-    temporary = root / f"{_CIFAR10_FOLDER}.{os.getpid()}"
-    digest = hashlib.sha256()
+    folder, temporary = root / _CIFAR10_FOLDER, root / f"{_CIFAR10_FOLDER}.{os.getpid()}"
+    digest, made = hashlib.sha256(), _absent(folder)
     try:
-        (root / _CIFAR10_FOLDER).mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(CIFAR10_URL, timeout=30) as source, temporary.open("wb") as target:
-            while block := source.read(2**20):
-                digest.update(block)
-                target.write(block)
+        with urllib.request.urlopen(CIFAR10_URL, timeout=30) as source:
+            folder.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as target:
+                while block := source.read(2**20):
+                    digest.update(block)
+                    target.write(block)
         if digest.hexdigest() != CIFAR10_SHA256:
             raise DatasetError(f"{CIFAR10_URL} has sha256 {digest.hexdigest()} and should have {CIFAR10_SHA256}")
         with tarfile.open(temporary) as archive:
             content = {name: _member(archive, name) for name in (*CIFAR10_TRAIN, CIFAR10_TEST)}
         for name, values in content.items():
             temporary.write_bytes(values)
-            temporary.replace(root / _CIFAR10_FOLDER / name)
+            temporary.replace(folder / name)
     except (OSError, http.client.HTTPException) as error:
         raise DatasetError(
-            f"CIFAR-10 could not be fetched into {root}: {error}; where there is a network, unpack {CIFAR10_URL} and "
-            f"copy its folder {_CIFAR10_FOLDER} there"
+            f"CIFAR-10 is not in {root} and could not be fetched: {error}. If you have it, name its folder (root, "
+            f"--root); else, where there is a network, unpack {CIFAR10_URL} and copy its folder {_CIFAR10_FOLDER} into "
+            f"{root}"
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+        _remove_empty(made)  # holds the files, or nothing because they could not be had
 
 
 def _member(archive: tarfile.TarFile, name: str) -> bytes:

@@ -257,7 +257,7 @@ def test_a_damaged_cifar10_file_is_named(tmp_path, name, damage, complaint):
 def test_cifar10_that_is_absent_says_where_it_was_looked_for_and_how_to_get_it(tmp_path):
     with pytest.raises(DatasetError) as raised:
         cifar10(tmp_path / "root")
-    for part in (str(tmp_path / "root"), "cifar-10-batches-bin", datasets.CIFAR10_URL, "download"):
+    for part in (str(tmp_path / "root"), "cifar-10-batches-bin", datasets.CIFAR10_URL, "--root", "download=True"):
         assert part in str(raised.value)
     assert not (tmp_path / "root").exists()
 
@@ -286,15 +286,19 @@ def test_the_download_is_checked_unpacked_and_made_once(tmp_path, home_page):
 def test_a_download_with_another_checksum_leaves_nothing(tmp_path, home_page):
     home_page.write_bytes(home_page.read_bytes() + b"\0")
     with pytest.raises(DatasetError, match=f"should have {datasets.CIFAR10_SHA256}"):
-        cifar10(tmp_path / "root", download=True)
-    assert not [path for path in (tmp_path / "root").rglob("*") if path.is_file()]
+        cifar10(tmp_path / "new" / "root", download=True)
+    assert not (tmp_path / "new").exists()
 
 
 def test_without_a_network_the_error_says_what_to_do(tmp_path, home_page):
     home_page.unlink()
-    with pytest.raises(DatasetError, match=r"could not be fetched .* copy its folder cifar-10-batches-bin there"):
-        cifar10(tmp_path / "root", download=True)
-    assert not [path for path in (tmp_path / "root").rglob("*") if path.is_file()]
+    with pytest.raises(DatasetError, match=r"could not be fetched.* --root.* copy its folder cifar-10-batches-bin"):
+        cifar10(tmp_path / "new" / "root", download=True)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "kept").mkdir()  # a folder that was there before is not ours to remove
+    with pytest.raises(DatasetError, match="could not be fetched"):
+        cifar10(tmp_path / "kept", download=True)
+    assert list((tmp_path / "kept").iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------------------ linear teacher
