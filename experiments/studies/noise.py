@@ -71,7 +71,8 @@ class NoiseFields(Frozen):
     network: Literal["mlp", "vgg"] = Field("mlp", description="sigmoid layers, or convolutions as in the source")
     dataset: Literal["mnist", "fashion-mnist", "cifar10"] = Field("mnist", description="vgg takes cifar10")
     doses: Annotated[tuple[Positive, ...], AfterValidator(_distinct)] = Field(
-        (1.0, 2.0, 4.0), description="strengths of the noise that come in three forms; none for the source's arms alone"
+        (1.0, 2.0, 4.0),
+        description="strengths of the noise that come in three forms; the flag without values: the source's arms alone",
     )
     steps: Count = Field(2000, description="updates")
     batch: Annotated[int, Field(ge=2)] | None = Field(None, description="examples an update; else 60 (mlp), 128 (vgg)")
@@ -101,7 +102,11 @@ class NoiseFields(Frozen):
     binarize: bool = Field(True, description="grey pictures: black and white pixels")
     threshold: Annotated[float, Field(ge=0, lt=1)] = Field(0.5, description="a pixel above it is white")
     standardize: bool = Field(True, description="cifar10: zero mean and unit variance a channel")
-    root: str | None = Field(None, description="folder of fashion-mnist or cifar10")
+    root: str | None = Field(
+        None,
+        description="folder of fashion-mnist or cifar10; left out: the folder of Debian's package, or data/cifar10, "
+        "which is downloaded where there is none",
+    )
     sample: Annotated[int, Field(ge=4)] = Field(1000, description="fixed training examples that drift is measured on")
     drift_every: Annotated[int, Field(ge=3)] = Field(100, description="steps between two pairs of records of drift")
     floor_every: Count = Field(10, description="records between two measurements of the sampling floor")
@@ -307,10 +312,10 @@ STUDY = Study(
     ),
     rule=(
         "Manipulation check: noisy BN's drift from one step to the next minus the plain network's, paired by seed, has"
-        " an interval above 0, and so has noisy BN's minus its sampling floor (95th percentile); else the manipulation"
-        " failed and nothing follows. Stability is needed for speed: refuted if the check passed and the log ratio of"
-        " noisy BN's steps to the target to the plain network's has an interval below 0; supported if above; else"
-        " undecided. Movement slows"
+        " an interval above 0, and so has noisy BN's minus its sampling floor (95th percentile of what random halves of"
+        " the fixed examples differ by); else the manipulation failed and nothing follows. Stability is needed for"
+        " speed: refuted if the check passed and the log ratio of noisy BN's steps to the target to the plain network's"
+        " has an interval below 0; supported if above; else undecided. Movement slows"
         " training: per step minus per sample at equal dose, paired by seed, supported if the interval (log ratio of"
         " steps; area under the curve) excludes 0 in that direction, refuted if it excludes 0 in the other, else"
         " undecided. A run that never arrives counts with the length of training, and intervals hold for every passage"
@@ -328,7 +333,6 @@ STUDY = Study(
                 "steps": 60,
                 "doses": (1.0, 2.0),
                 "hidden": (30, 20),
-                "sample": 200,
                 "drift_every": 20,
                 "floor_every": 4,
                 "ridge_every": 20,
