@@ -229,13 +229,13 @@ def test_vgg_is_measured_at_its_convolutions(tmp_path: Path) -> None:
 
 
 def test_the_command_draws_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["noise", "--preset", "smoke", "--doses", "1", "--steps", "41", "--jobs", "1", "--out", str(tmp_path)]
+    words = ["noise", "--preset", "smoke", "--doses", "1", "--jobs", "1", "--out", str(tmp_path)]
     assert main([*words, "--target", "0.3"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     for name in ("noise", "noise_stability", "noise_dose"):
         for suffix in ("png", "pdf", "csv"):
             assert (tmp_path / "noise" / f"{name}.{suffix}").stat().st_size > 1000
-    assert "Manipulation" in said
+    assert "Manipulation passed" in said  # the smallest preset can show what the study is about
     assert "steps to" in said
     assert len(list((tmp_path / "noise" / "runs").iterdir())) == 12
 
