@@ -26,19 +26,31 @@ from scipy.stats import gaussian_kde
 
 from analysis import style
 from analysis.figures.noise_dose import dose_figure, dose_numbers
-from analysis.figures.noise_effects import ARMS, NAME, Effect, by_name, read_effects, table, verdicts
+from analysis.figures.noise_effects import (
+    ARMS,
+    NAME,
+    Effect,
+    band_series,
+    band_text,
+    by_name,
+    read_effects,
+    seed_band,
+    table,
+    verdicts,
+)
 from analysis.figures.noise_stability import read_stability, stability_figure
 from analysis.load import Study, load_records, load_study
-from analysis.statistics import mean_band
 
 _LOOKS = {
     "none": style.WITHOUT_BN,
     "batch": style.WITH_BN,
     "noisy": style.LineStyle(style.ORANGE, (0.0, (6.0, 1.5, 1.0, 1.5)), 5.0),
-    "noise-only": style.LineStyle(style.PURPLE, (0.0, (8.0, 2.5)), 2.0),
+    # on top, with gaps in which what it covers shows: in mean it moves as noisy BN does, in accuracy as the plain net
+    "noise-only": style.LineStyle(style.PURPLE, (0.0, (4.0, 6.0)), 6.0),
 }
 _PANELS = {"off": "as evaluated: noise off, population statistics", "on": "as trained: noise on, batch statistics"}
 _DATA = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
+_ALL = 3  # layers that are all shown
 _POINTS = 160  # of a density
 _RIDGES = 20  # of one panel, at most
 _NARROW = 0.03  # of the axis: a density that is less wide is drawn as a line
@@ -90,13 +102,15 @@ def _layers(study: Study) -> dict[str, str]:
 
     Of 13 these are 2, 9 and 13, the source's.
     """
-    network = study.setting("network")
-    if network["kind"] == "vgg":
-        count, form = {"A": 8, "D": 13}[network["layout"]], "features.{}.nonlinearity"
-    else:
-        count, form = len(network["hidden"]), "hidden{}.nonlinearity"
-    chosen = range(1, count + 1) if count <= 3 else (2, -(-2 * count // 3), count)
+    count = _depth(study)
+    form = "features.{}.nonlinearity" if study.setting("network", "kind") == "vgg" else "hidden{}.nonlinearity"
+    chosen = range(1, count + 1) if count <= _ALL else (2, -(-2 * count // 3), count)
     return {form.format(k): f"layer {k}" for k in chosen}
+
+
+def _depth(study: Study) -> int:
+    network = study.setting("network")
+    return {"A": 8, "D": 13}[network["layout"]] if network["kind"] == "vgg" else len(network["hidden"])
 
 
 def _accuracies(effects: Sequence[Effect]) -> pd.DataFrame:
@@ -110,8 +124,8 @@ def _accuracies(effects: Sequence[Effect]) -> pd.DataFrame:
                 one = {"series": "one seed", "seed": str(run.seed), "step": curve.index, "value": curve.to_numpy()}
                 rows.append(pd.DataFrame(common | one))
             steps = sorted(set.intersection(*(set(curve.index) for curve in curves)))
-            band = mean_band(np.stack([curve.loc[steps].to_numpy() for curve in curves]), within=(0.0, 1.0))
-            for series, values in (("mean", band.estimate), ("low", band.low), ("high", band.high)):
+            band = seed_band(np.stack([curve.loc[steps].to_numpy() for curve in curves]), within=(0.0, 1.0))
+            for series, values in band.items():
                 rows.append(pd.DataFrame(common | {"series": series, "seed": "all", "step": steps, "value": values}))
     return pd.concat(rows, ignore_index=True)
 
@@ -176,6 +190,10 @@ def _figure(
     for axes, (panel, title) in zip(upper, _PANELS.items(), strict=True):
         _draw_accuracy(axes, study, effects, accuracies[accuracies["panel"] == panel])
         axes.set_title(f"training accuracy, {title}", fontsize=8.5)
+    # Nothing is trained at the last evaluation, so the curves to the right end sooner.
+    ends = [axes.get_xlim() for axes in upper]
+    for axes in upper:
+        axes.set_xlim(min(low for low, _ in ends), max(high for _, high in ends))
     upper[0].set_ylabel("training accuracy")
     handles, labels = upper[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=len(labels), handlelength=3)
@@ -200,7 +218,7 @@ def _figure(
 def _draw_accuracy(axes: Axes, study: Study, effects: Sequence[Effect], numbers: pd.DataFrame) -> None:
     for arm in ARMS:
         look, mine = _LOOKS[arm], numbers[numbers["arm"] == arm]
-        mean, low, high = (mine[mine["series"] == series] for series in ("mean", "low", "high"))
+        mean, low, high = band_series(mine)
         axes.plot(
             mean["step"], mean["value"], color=look.color, ls=look.dashes, zorder=look.order, label=study.label(arm)
         )
@@ -252,21 +270,20 @@ def _title(study: Study, effects: Sequence[Effect]) -> str:
         if seeds > 1
         else "One seed, no intervals"
     )
+    sample = study.setting("measures", "sample")
     return (
-        f"Noise after BN: what it did to training. {verdicts(study, effects)} {brackets}; x: ratio of steps,"
-        " min(passage, end of training); area: mean height of training accuracy"
+        f"Noise after BN: what it did to training\n{verdicts(effects)}\n{brackets}. x: ratio of steps, min(passage, "
+        "end of training). area: mean height of training accuracy, higher is faster. drift: of the inputs to the "
+        "nonlinearities, in sd; its floor: 95% of random halves of the "
+        f"{sample} examples it is measured on differ by less."
     )
 
 
 def _caption(study: Study, ridges: pd.DataFrame) -> str:
     training, network, data = (study.setting(name) for name in ("training", "network", "data"))
     fixed, every = study.setting("evaluation", "fixed"), study.setting("evaluation", "fixed_every")
-    sample, seeds = study.setting("measures", "sample"), style.and_list([str(seed) for seed in study.seeds])
-    noise = study.setting("normalizer", "noise", arm="noisy")
-    if len(study.seeds) > 1:
-        lines = f"Lines: mean of {len(study.seeds)} seeds ({seeds}); bands: 95% Student t interval over seeds, clipped."
-    else:
-        lines = f"One seed ({seeds}), so there is no interval."
+    sample, noise = study.setting("measures", "sample"), study.setting("normalizer", "noise", arm="noisy")
+    lines = band_text(study.seeds)
     if network["kind"] == "vgg":
         net = f"VGG layout {network['layout']}, {network['width']:g} of its channels, Glorot"
     else:
@@ -283,16 +300,31 @@ def _caption(study: Study, ridges: pd.DataFrame) -> str:
     return (
         f"Above: share of {fixed} fixed training examples classified rightly, every {every} steps, with the noise off "
         f"and running statistics; and, right, of {sample} others with batch statistics and noise, the "
-        f"network that is being trained (the source shows training accuracy). {lines}{diverged} {_DATA[data['name']]}, "
-        f"{net}, {network['activation']}; SGD with learning rate {training['learning_rate']:g}, batches of "
-        f"{training['batch']}.\n"
+        f"network that is being trained, up to the last step that is (the source shows training accuracy). "
+        f"{lines}{diverged} {_DATA[data['name']]}, {net}, {network['activation']}; "
+        f"SGD with learning rate {training['learning_rate']:g}, batches of "
+        f"{training['batch']}. These arms tell whether unstable distributions slow training, not what movement does "
+        "apart from noise: that is asked in noise_dose, per step against per sample at equal dose, where both were "
+        "run.\n"
         f"Below: the distribution of one unit's input to the nonlinearity over those {sample} examples, batch "
         f"statistics and noise on, bottom to top = time, seed {study.seeds[0]}; each density is drawn equally tall, "
         f"and as a line where it is narrower than {_NARROW:.0%} of the axis. The unit is computed, not picked: the one "
         "whose movement from step to step is the median of its layer's units."
-        f"{cut} Noise (Algorithm 1): a unit's shift U(-{noise['n_mu']:g}, {noise['n_mu']:g}) and gain "
-        f"U(1, {noise['n_sigma']:g}) at each step, a sample's within {noise['r_mu']:g} of the shift and N(gain, "
+        f"{_layers_text(study)}{cut} Noise (Algorithm 1): a unit's shift U(-{noise['n_mu']:g}, {noise['n_mu']:g}) and "
+        f"gain U(1, {noise['n_sigma']:g}) at each step, a sample's within {noise['r_mu']:g} of the shift and N(gain, "
         f"{noise['r_sigma']:g}" + ("\N{SUPERSCRIPT TWO})." if noise["spread"] == "deviation" else ").")
+    )
+
+
+def _layers_text(study: Study) -> str:
+    """Which layers are shown, and why these."""
+    count, shown = _depth(study), style.and_list([name.removeprefix("layer ") for name in _layers(study).values()])
+    if count <= _ALL:
+        return ""
+    kind = "convolutions" if study.setting("network", "kind") == "vgg" else "hidden layers"
+    return (
+        f" Layers {shown} of {count} {kind} from the input on: the second, the one two thirds up and the last, by which "
+        "rule the source's are 2, 9 and 13 of 13."
     )
 
 

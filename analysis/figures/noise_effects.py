@@ -11,9 +11,10 @@ mean log ratio over seeds, with an interval that holds for every passage between
 
 *Manipulation.* It passed if noisy BN's drift from one step to the next exceeds the plain network's, and also its own
 sampling floor (95th percentile): the intervals of both differences, paired by seed, lie above 0. A stricter reading,
-that it exceed the plain network's by more than the floor, is shown beside and does not decide: the floor is what an
-unpaired measurement could not tell from nothing, and the drift is paired. Nor does the drift over the steps between
-records: the source's metric is from one step to the next.
+that it exceed the plain network's by more than the floor, does not decide: the floor is what an unpaired measurement
+could not tell from nothing, and the drift is paired. Nor does the drift over the steps between records: the source's
+metric is from one step to the next. Both can be had from the numbers of ``noise_dose``. The floor shrinks with the
+square root of the number of examples, the drift does not.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ from analysis.statistics import (
     area_under_curve,
     first_passage,
     mean,
+    mean_band,
     mean_of_intervals,
     median_passage,
     paired_difference,
 )
+from analysis.style import and_list
 
 NAME = "noise"
 ARMS = ("none", "batch", "noisy", "noise-only")
 FORMS = {"per_step": "per step", "per_sample": "per sample", "fixed": "fixed"}
 MEASURES = ("steps", "area", "area_trained")
+_FEW = 4  # seeds below which Student's interval is wider than what it is about
 
 Floats = NDArray[np.float64]
 
@@ -81,7 +85,8 @@ class Contrast:
     """First minus second arm, paired by seed.
 
     ``steps`` is the mean log ratio of restricted passages, ``area`` and ``area_trained`` the mean differences; None
-    where a run diverged and has no area. ``censored`` counts runs that never arrived, of the first and the second.
+    where a run diverged and has no area. ``censored`` counts runs that never arrived, of the first and the second arm;
+    each has ``runs``.
     """
 
     name: str
@@ -89,17 +94,28 @@ class Contrast:
     area: Estimate | None
     area_trained: Estimate | None
     censored: tuple[int, int]
+    runs: int
+
+    @property
+    def arrived(self) -> bool:
+        """Whether any run did; else the ratio of steps compares nothing but the length of training with itself."""
+        return sum(self.censored) < 2 * self.runs
 
     def outcome(self, measure: str) -> str:
-        """``slower``, ``faster`` (the first arm than the second, the interval excludes 0) or ``undecided``."""
+        """The first arm is ``slower`` or ``faster`` (its area ``lower`` or ``higher``), or it is ``undecided``.
+
+        Decided is what has an interval without 0. A higher area is no arrival: neither arm need have reached a target.
+        """
         found: Estimate | None = getattr(self, measure)
         if found is None or not found.has_interval or found.low <= 0 <= found.high:
             return "undecided"
-        return "slower" if (found.low > 0) == (measure == "steps") else "faster"
+        low, high = ("faster", "slower") if measure == "steps" else ("lower", "higher")
+        return high if found.low > 0 else low
 
     def verdict(self, measure: str) -> str:
         """What the outcome says about "the first arm's peculiarity slows training"."""
-        return {"slower": "supported", "faster": "refuted"}.get(self.outcome(measure), "undecided")
+        said = {"slower": "supported", "lower": "supported", "faster": "refuted", "higher": "refuted"}
+        return said.get(self.outcome(measure), "undecided")
 
 
 @dataclass(frozen=True)
@@ -108,8 +124,8 @@ class Manipulation:
 
     excess: Estimate  # drift from one step to the next: noisy BN - the plain network, in sd
     above_floor: Estimate  # the same: noisy BN - its own floor
-    above_both: Estimate  # the same: noisy BN - the plain network - noisy BN's floor; shown, not judged
-    far: Estimate  # drift over the steps between records: noisy BN - the plain network
+    drift: float  # noisy BN's, mean over seeds
+    floor: float  # noisy BN's
 
     @property
     def passed(self) -> bool:
@@ -120,13 +136,12 @@ class Manipulation:
     def text(self) -> str:
         """Passed or failed, and by how much."""
         said = (
-            f"noisy BN's drift a step minus the plain net's {self.excess.text('+.3f')} sd, minus the sampling floor "
-            f"{self.above_floor.text('+.3f')}, minus both (a stricter reading, not the rule's) "
-            f"{self.above_both.text('+.3f')}"
+            f"noisy BN's drift a step, {self.drift:.3f} sd, minus the plain net's {self.excess.text('+.3f')}, minus "
+            f"its own floor of {self.floor:.3f} sd {self.above_floor.text('+.3f')}; both must be above 0"
         )
         if not self.excess.has_interval:
-            return f"Manipulation undecided, no interval: {said}"
-        return f"Manipulation {'passed' if self.passed else 'FAILED'}: {said}"
+            return f"Manipulation undecided, no interval: {said}."
+        return f"Manipulation {'passed' if self.passed else 'FAILED'}: {said}."
 
 
 # --- reading
@@ -215,8 +230,8 @@ def manipulation(effects: Sequence[Effect]) -> Manipulation:
     return Manipulation(
         excess=_mean_known(noisy.drift - none.drift),
         above_floor=_mean_known(noisy.drift - noisy.floor),
-        above_both=_mean_known(noisy.drift - none.drift - noisy.floor),
-        far=_mean_known(noisy.far - none.far),
+        drift=_mean_known(noisy.drift).estimate,
+        floor=_mean_known(noisy.floor).estimate,
     )
 
 
@@ -271,6 +286,7 @@ def _pooled(name: str, pairs: Sequence[tuple[Effect, Effect]]) -> Contrast:
             sum(not p.reached for first, _ in pairs for p in first.passages),
             sum(not p.reached for _, second in pairs for p in second.passages),
         ),
+        sum(len(first.passages) for first, _ in pairs),
     )
 
 
@@ -284,13 +300,40 @@ def stability_verdict(check: Manipulation, noisy_to_none: Contrast) -> str:
 # --- saying
 
 
+def seed_band(values: Floats, *, within: tuple[float, float] | None = None) -> dict[str, Floats]:
+    """Mean (T,) of S curves, ``values`` (S, T), and the edges of a band around it, by name.
+
+    ``low`` and ``high`` are Student's 95% interval, NaN of one seed. Of two or three it would be many times wider than
+    the seeds are apart (t is 12.7 and 4.3) and hide everything else: there the edges are ``min`` and ``max``.
+    """
+    band = mean_band(values, within=within)
+    if 1 < len(values) < _FEW:
+        return {"mean": band.estimate, "min": values.min(axis=0), "max": values.max(axis=0)}
+    return {"mean": band.estimate, "low": band.low, "high": band.high}
+
+
+def band_series(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """The rows of a table with the column ``series`` that hold a `seed_band`: mean, lower and upper edge."""
+    edges = ("min", "max") if (table["series"] == "min").any() else ("low", "high")
+    mean_rows, low, high = (table[table["series"] == name] for name in ("mean", *edges))
+    return mean_rows, low, high
+
+
+def band_text(seeds: Sequence[int]) -> str:
+    """What lines and bands of these seeds are, for a caption."""
+    named = and_list([str(seed) for seed in seeds])
+    if len(seeds) == 1:
+        return f"One seed ({named}), so there is no interval."
+    kind = "the lowest to the highest seed, too few for an interval" if len(seeds) < _FEW else "95% Student t interval"
+    return f"Lines: mean of {len(seeds)} seeds ({named}); bands: {kind}."
+
+
 def table(study: Study, effects: Sequence[Effect], target: float) -> pd.DataFrame:
-    """The arms, the source's contrasts, and those of movement; every interval is Student's at 95% over seeds."""
-    every = int(study.setting("measures", "every"))
+    """The arms, the contrasts of movement, and the source's; every interval is Student's at 95% over seeds."""
     columns = ["", f"steps to {target:g}", "area", "area, noise on", "held-out"]
-    columns += ["drift a step", f"over {every - 1}", "from start"]
+    columns += ["drift a step", "its floor", "from start"]
     rows = [_effect_row(effect) for effect in effects]
-    rows += [_contrast_row(one) for one in chain(source_contrasts(effects), movement(effects))]
+    rows += [_contrast_row(one) for one in chain(movement(effects), source_contrasts(effects))]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -308,20 +351,29 @@ def _effect_row(effect: Effect) -> tuple[str, ...]:
     passage = median_passage(effect.passages)
     areas = [_mean_text(values, ".3f", ".3f") for values in (effect.area, effect.area_trained, effect.held_out)]
     steps = f"{passage.text()} ({passage.reached} of {passage.n})"
-    drifts = (_mean_text(values, ".2g", ".1g") for values in (effect.drift, effect.far, effect.start))
+    drifts = (_mean_text(values, ".2g", ".1g") for values in (effect.drift, effect.floor, effect.start))
     return effect.label, steps, *areas, *drifts
 
 
 def _contrast_row(one: Contrast) -> tuple[str, ...]:
+    known = {measure: (measure == "steps" and not one.arrived) or getattr(one, measure) is None for measure in MEASURES}
+    cells = [_size(one, m) + ("" if lacking else f" {one.outcome(m)}") for m, lacking in known.items()]
+    return one.name, *cells, *[""] * 4
+
+
+def _size(one: Contrast, measure: str) -> str:
+    """The contrast by one measure with its interval, or why there is none."""
+    if measure == "steps":
+        return _ratio(one) if one.arrived else "no run arrived"
+    found: Estimate | None = getattr(one, measure)
+    return "a run diverged" if found is None else found.text("+.3f")
+
+
+def _ratio(one: Contrast) -> str:
     log = one.steps
     factor = replace(log, estimate=math.exp(log.estimate), low=math.exp(log.low), high=math.exp(log.high))
     sign = {(True, False): " (at least)", (False, True): " (at most)"} if one.outcome("steps") != "undecided" else {}
-    bound = sign.get((bool(one.censored[0]), bool(one.censored[1])), "")
-    cells = [f"x{factor.text('.2f')}{bound} {one.outcome('steps')}"]
-    for measure in MEASURES[1:]:
-        found: Estimate | None = getattr(one, measure)
-        cells.append("a run diverged" if found is None else f"{found.text('+.3f')} {one.outcome(measure)}")
-    return one.name, *cells, *[""] * 4
+    return f"x{factor.text('.2f')}{sign.get((bool(one.censored[0]), bool(one.censored[1])), '')}"
 
 
 def _mean_text(values: Floats, spec: str, doubt: str) -> str:
@@ -333,21 +385,21 @@ def _mean_text(values: Floats, spec: str, doubt: str) -> str:
     return f"{found.estimate:{spec}}{half}"
 
 
-def verdicts(study: Study, effects: Sequence[Effect]) -> str:
-    """The rules' outcomes, in sentences."""
+def verdicts(effects: Sequence[Effect]) -> str:
+    """The rules' outcomes, one question a line; first what movement did apart from noise."""
     check, source = manipulation(effects), source_contrasts(effects)
-    every = int(study.setting("measures", "every"))
-    said = [
-        f"{check.text}. (Over {every - 1} steps, minus the plain net's: {check.far.text('+.3f')}.)",
-        f"Stability is needed for speed: {stability_verdict(check, source[0])}.",
-    ]
     moved = movement(effects)
     if moved:
-        last = moved[-1]
-        said.append(
-            f"Movement slows training ({last.name}): {last.verdict('steps')} by steps, {last.verdict('area')} by area, "
-            f"{last.verdict('area_trained')} by area with noise on."
+        last, which = moved[-1], moved[-1].name.rpartition(", ")[2]
+        outcomes = (
+            f"{last.verdict(measure)} by {name}, {_size(last, measure)}"
+            for measure, name in zip(MEASURES, ("steps", "area", "area with noise on"), strict=True)
         )
+        said = f"Movement apart from noise (per step minus per sample, {which}) slows training: {'; '.join(outcomes)}."
     else:
-        said.append("Movement apart from noise: not asked, no dose has both forms.")
-    return " ".join(said)
+        said = "Movement apart from noise: not asked, no dose has both forms."
+    needed = stability_verdict(check, source[0])
+    why = f", {_size(source[0], 'steps')}" if check.passed else ": the manipulation check did not pass"
+    if moved and not check.passed:
+        said += " But the manipulation check did not pass."
+    return f"{said}\nStability is needed for speed (noisy BN - without BN, by steps): {needed}{why}.\n{check.text}"

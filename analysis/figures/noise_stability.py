@@ -22,8 +22,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from analysis import style
+from analysis.figures.noise_effects import band_series, band_text, seed_band
 from analysis.load import Study, load_records
-from analysis.statistics import mean_band
 
 PARTS = ("total", "sampling", "movement")
 METRICS = {
@@ -41,7 +41,7 @@ def read_stability(study: Study, arms: Sequence[str], layers: Sequence[str]) -> 
     """One row an arm, seed, layer, step, moment, reference (``step`` or ``start``) and part; and means over seeds.
 
     A change from step t to t + 1 stands at t; in a run that diverged, only finite numbers are averaged. Where ``seed``
-    is ``all``, ``series`` is ``mean``, ``low`` or ``high``, at the steps that every run has.
+    is ``all``, ``series`` is ``mean`` or an edge of the band around it, at the steps that every run has.
     """
     every = int(study.setting("measures", "every"))
     found = []
@@ -72,9 +72,9 @@ def _bands(runs: pd.DataFrame) -> Iterator[pd.DataFrame]:
     names = ["arm", "layer", "moment", "reference", "part"]
     for key, table in runs.groupby(names, sort=False):
         wide = table.pivot(index="seed", columns="step", values="value").dropna(axis=1)
-        band = mean_band(wide.to_numpy(dtype=np.float64))
+        band = seed_band(wide.to_numpy(dtype=np.float64))
         common = dict(zip(names, key, strict=True)) | {"seed": "all", "step": wide.columns.to_numpy(dtype=np.int64)}
-        for series, values in (("mean", band.estimate), ("low", band.low), ("high", band.high)):
+        for series, values in band.items():
             yield pd.DataFrame(common | {"series": series, "value": values})
 
 
@@ -109,6 +109,11 @@ def stability_figure(
     """Layers downwards, metrics to the right; solid the total, dotted what sampling alone makes."""
     figure = style.new_figure(11.0, 2.0 * len(layers) + 0.7, _caption(study, numbers))
     grid = figure.subplots(len(layers), len(METRICS), squeeze=False, sharex=True)
+    below = dict.fromkeys(looks, "")
+    for arm in looks:
+        sampled = numbers[(numbers["arm"] == arm) & (numbers["part"] == "sampling") & (numbers["series"] == "mean")]
+        lost = [moment for moment, one in sampled.groupby("moment", sort=False) if (one["value"] < _LOWEST).all()]
+        below[arm] = f" ({style.and_list([str(moment) for moment in lost])}: below the axes)" if lost else ""
     for row, (layer, label) in zip(grid, layers.items(), strict=True):
         for axes, ((moment, reference), title) in zip(row, METRICS.items(), strict=True):
             here = numbers[
@@ -117,10 +122,11 @@ def stability_figure(
             for arm, look in looks.items():
                 mine = here[here["arm"] == arm]
                 name = study.label(arm)
-                mean, low, high = (_series(mine, "total", series) for series in ("mean", "low", "high"))
+                mean, low, high = map(_places, band_series(mine[mine["part"] == "total"]))
                 axes.plot(*mean, color=look.color, ls=look.dashes, lw=1.3, zorder=look.order, label=name)
                 axes.fill_between(*low, high[1], color=look.color, alpha=0.16, lw=0)
-                sampling, name = _series(mine, "sampling", "mean"), f"{name}: sampling alone"
+                sampling = _places(mine[(mine["part"] == "sampling") & (mine["series"] == "mean")])
+                name = f"{name}: sampling alone{below[arm]}"
                 axes.plot(*sampling, color=look.color, ls=":", lw=1.6, zorder=look.order, label=name)
             shown = here[(here["part"] != "movement") & (here["series"] == "mean") & (here["value"] > 0)]["value"]
             if len(shown):  # nothing is where every run diverged at once
@@ -141,20 +147,13 @@ def stability_figure(
     return figure
 
 
-def _series(table: pd.DataFrame, part: str, series: str) -> tuple[Floats, Floats]:
+def _places(chosen: pd.DataFrame) -> tuple[Floats, Floats]:
     """(T,) steps and values."""
-    chosen = table[(table["part"] == part) & (table["series"] == series)]
     return chosen["step"].to_numpy(dtype=np.float64), chosen["value"].to_numpy(dtype=np.float64)
 
 
 def _caption(study: Study, numbers: pd.DataFrame) -> str:
     training, every = study.setting("training"), study.setting("measures", "every")
-    seeds = style.and_list([str(seed) for seed in study.seeds])
-    several = (
-        f"Lines: mean of {len(study.seeds)} seeds ({seeds}); bands: 95% Student t interval over seeds (of the total)."
-        if len(study.seeds) > 1
-        else f"One seed ({seeds}), so there is no interval."
-    )
     hidden = numbers[(numbers["part"] == "total") & (numbers["series"] == "mean") & (numbers["value"] < _LOWEST)]
     labels = [study.label(arm) for arm in hidden["arm"].unique()]
     below = f" Totals below {_LOWEST:g}, {style.and_list(labels)}, leave the axes." if labels else ""
@@ -162,10 +161,13 @@ def _caption(study: Study, numbers: pd.DataFrame) -> str:
         "The source's stability metrics of the inputs to the nonlinearities, on the training batches as they come "
         f"({training['batch']} examples): the change of a unit's mean and variance from one step to the next (every "
         f"{every} steps), and their distance from the first record. Mean over units of the absolute value, in the "
-        f"activation's own unit (variance: its square). {several}\n"
+        f"activation's own unit (variance: its square). {band_text(study.seeds)} Bands are of the totals.\n"
         "Dotted: what sampling alone makes, the same metric between two batches of one step's network with one step's "
         "noise. Where a line lies on its dots, the network was not seen to move. After BN in batch mode a unit's mean "
         "is beta and its variance gamma squared on any batch, by construction: sampling does not show, and nothing but "
         "beta and gamma moves."
-        f"{below}"
+        f"{below}\n"
+        "The manipulation check does not judge by these dots but by the drift on fixed examples and its floor, and "
+        "what movement does apart from noise is asked at equal noise, per step against per sample, where both were "
+        "run: see noise_dose."
     )

@@ -17,7 +17,17 @@ from scipy import stats
 
 from analysis import style
 from analysis.figures.noise import draw
-from analysis.figures.noise_effects import manipulation, movement, read_effects, stability_verdict, table, verdicts
+from analysis.figures.noise_dose import _ticks
+from analysis.figures.noise_effects import (
+    band_text,
+    manipulation,
+    movement,
+    read_effects,
+    seed_band,
+    stability_verdict,
+    table,
+    verdicts,
+)
 from analysis.load import StudyError, load_study
 from diagnostics.record import RunWriter, run_id
 from tests.analysis import unrendered
@@ -134,7 +144,7 @@ def effects_of(folder: Path, target: float = 0.9) -> Any:
 def judged(folder: Path, target: float = 0.9) -> tuple[pd.DataFrame, str]:
     """The table and the sentences, without the pictures."""
     study, effects = load_study(folder), effects_of(folder, target)
-    return table(study, effects, target), verdicts(study, effects)
+    return table(study, effects, target), verdicts(effects)
 
 
 def cell(shown: pd.DataFrame, row: str, column: str) -> str:
@@ -203,7 +213,8 @@ def test_the_target_is_the_readers(tmp_path: Path) -> None:
 def test_what_movement_does_is_judged_by_an_interval(tmp_path: Path, hits: Sequence[float], verdict: str) -> None:
     """Per sample arrives at 400, 420, 440. In the last case the sign is clear, but not with one cadence's doubt."""
     shown, said = judged(plant(tmp_path, arms(noisy=Planted(hits, drift=0.4))))
-    assert f"Movement slows training (per step - per sample, dose 1): {verdict} by steps" in said
+    asked = "Movement apart from noise (per step minus per sample, dose 1) slows training:"
+    assert said.startswith(f"{asked} {verdict} by steps, x")
     outcome = {"supported": "slower", "refuted": "faster"}.get(verdict, "undecided")
     assert cell(shown, "per step - per sample, dose 1", "steps to 0.9").endswith(outcome)
 
@@ -226,13 +237,12 @@ def test_doses_are_judged_together_by_the_mean_of_their_logarithms(tmp_path: Pat
 
 
 def test_manipulation_passes_where_noise_drifts_more_than_the_plain_network_and_the_floor(tmp_path: Path) -> None:
-    planted = arms(noisy=Planted((300, 320, 340), drift=(0.4, 0.42, 0.44), far=0.5))
+    planted = arms(noisy=Planted((300, 320, 340), drift=(0.4, 0.42, 0.44)))
     check = manipulation(effects_of(plant(tmp_path, planted)))
     assert check.passed
     assert check.excess.estimate == pytest.approx(0.32)  # layers at half and at one and a half times, on average 1
     assert check.above_floor.estimate == pytest.approx(0.42 - 0.15)
-    assert check.above_both.estimate == pytest.approx(0.32 - 0.15)
-    assert check.far.estimate == pytest.approx(0.5 - 0.2)
+    assert (check.drift, check.floor) == pytest.approx((0.42, 0.15))
     half = stats.t.ppf(0.975, 2) * 0.02 / math.sqrt(3)
     assert (check.excess.low, check.excess.high) == pytest.approx((0.32 - half, 0.32 + half))
 
@@ -247,8 +257,11 @@ def test_manipulation_fails_on_records_where_noisy_bn_does_not_drift(
 ) -> None:
     planted = arms(noisy=Planted((300, 320, 340), drift=noisy), none=Planted((NEVER,) * 3, drift=none))
     _, said = judged(plant(tmp_path, planted))
-    assert "Manipulation FAILED" in said
-    assert "Stability is needed for speed: nothing follows" in said
+    asked, needed, checked = said.split("\n")
+    assert checked.startswith("Manipulation FAILED")
+    assert "its own floor of 0.150 sd" in checked
+    assert "(noisy BN - without BN, by steps): nothing follows: the manipulation check did not pass" in needed
+    assert asked.endswith("But the manipulation check did not pass.")
 
 
 @pytest.mark.parametrize(
@@ -260,7 +273,21 @@ def test_stability_is_refuted_where_the_less_stable_network_is_the_faster_one(
 ) -> None:
     _, said = judged(plant(tmp_path, arms(none=Planted(none, drift=0.1))))
     assert "Manipulation passed: " in said
-    assert f"Stability is needed for speed: {verdict}" in said
+    assert f"\nStability is needed for speed (noisy BN - without BN, by steps): {verdict}, x" in said
+
+
+def test_what_never_arrived_is_neither_compared_by_steps_nor_called_faster(tmp_path: Path) -> None:
+    planted = {arm: Planted((NEVER,) * 3, one.drift) for arm, one in arms().items()}
+    planted["noisy"] = Planted((NEVER,) * 3, drift=(0.4, 0.42, 0.44), low=0.4)
+    shown, said = judged(plant(tmp_path, planted))
+    assert set(shown.loc[5:, "steps to 0.9"]) == {"no run arrived"}
+    assert cell(shown, "per step - per sample, dose 1", "area").endswith(" higher")
+    assert "refuted by area, +0.2" in said
+    assert said.count("undecided by steps, no run arrived") == 1
+    assert "by steps): undecided, no run arrived." in said
+    assert "faster" not in said + shown.to_string()
+    shown, _ = judged(plant(tmp_path / "one", planted | {"noisy": Planted((NEVER, NEVER, 900), drift=0.4)}))
+    assert cell(shown, "per step - per sample, dose 1", "steps to 0.9").startswith("x0.9")
 
 
 def test_one_seed_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +400,48 @@ def test_planted_movement_and_sampling_come_apart(drawing: tuple[dict[str, Figur
     assert found.loc[("variance", "step", "sampling")].to_numpy() == pytest.approx(0.2)
     assert found.loc[("mean", "start", "total")].to_numpy() == pytest.approx(np.arange(1, 10))
     assert found.loc[("variance", "start", "movement")].to_numpy() == pytest.approx(np.arange(1, 10))
-    assert {"low", "high", "one seed"} < set(table["series"])
+    assert {"min", "max", "one seed"} < set(table["series"])
+
+
+def test_bands_of_few_seeds_are_their_range_and_of_more_an_interval() -> None:
+    values = np.array([[1.0, 4.0], [2.0, 5.0], [6.0, 0.0], [3.0, 3.0]])
+    few = seed_band(values[:3])
+    assert (few["min"].tolist(), few["max"].tolist()) == ([1, 0], [6, 5])
+    assert few["mean"] == pytest.approx([3, 3])
+    more = seed_band(values)
+    low, high = stats.t.interval(0.95, 3, loc=values.mean(0), scale=stats.sem(values))
+    assert more["low"] == pytest.approx(low)
+    assert more["high"] == pytest.approx(high)
+    assert np.isnan(seed_band(values[:1])["low"]).all()
+    assert "lowest to the highest" in band_text((0, 1, 2))
+    assert "Student" in band_text((0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.75, 0.9), (0.0101, 0.0109), (8, 120), (1e-4, 1e5)])
+def test_an_axis_has_at_least_three_ticks(low: float, high: float) -> None:
+    found = _ticks(low, high)
+    assert len(found) >= 3
+    assert all(low <= tick <= high for tick in found)
+
+
+def test_captions_say_only_what_was_run_and_what_answers_the_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("analysis.style.save", unrendered.save)
+    captions: list[str] = []
+    new_figure = style.new_figure
+    monkeypatch.setattr("analysis.style.new_figure", lambda *a: captions.append(a[2]) or new_figure(*a))
+    planted = arms(fixed__1=Planted((500, NEVER, NEVER), 0.01))
+    draw(plant(tmp_path / "all", planted))
+    del planted["per_sample-1"], planted["fixed-1"]
+    draw(plant(tmp_path / "few", planted))
+    main, stability, dose, *_, alone = captions
+    assert "noise_dose" in main
+    assert "noise_dose" in stability
+    assert "compare the square with the circle" in dose
+    assert "0.150 sd" in dose
+    assert "a fixed shift" in dose
+    assert not [word for word in ("circle", "fixed shift", "diamond") if word in alone]
 
 
 def test_doses_stand_at_their_median_steps_and_censored_ones_at_the_end(
@@ -389,3 +457,7 @@ def test_doses_stand_at_their_median_steps_and_censored_ones_at_the_end(
     assert runs[["far", "from_start", "floor"]].astype(float).to_numpy() == pytest.approx(
         np.array([[0.2, 0.75, 0.15]] * 3)
     )
+    # what the check judges by is drawn: in every panel, at the mean floor of noisy BN
+    for axes in drawing[0]["noise_dose"].axes:
+        lines = [line for line in axes.get_lines() if line.get_label() == "floor of the check"]
+        assert [float(np.asarray(line.get_xdata())[0]) for line in lines] == pytest.approx([0.15])
