@@ -323,8 +323,8 @@ def _layers_text(study: Study) -> str:
         return ""
     kind = "convolutions" if study.setting("network", "kind") == "vgg" else "hidden layers"
     return (
-        f" Layers {shown} of {count} {kind} from the input on: the second, the one two thirds up and the last, by which "
-        "rule the source's are 2, 9 and 13 of 13."
+        f" Layers {shown} of {count} {kind} from the input on: the second, the one two thirds up and the last, by "
+        "which rule the source's are 2, 9 and 13 of 13."
     )
 
 
