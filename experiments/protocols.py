@@ -186,7 +186,7 @@ class GradientFields(Frozen):
     normalize_last: bool = Field(True, description="linear: BN after the last layer too (source: silent)")
     layout: Literal["A", "D"] = Field("A", description="vgg: 8 or 13 convolutions")
     width: Positive = Field(0.25, description="vgg: multiplies the channels")
-    root: str | None = Field(None, description="vgg: folder of CIFAR-10")
+    root: str | None = Field(None, description="vgg: folder of CIFAR-10; else data/cifar10, downloaded to if absent")
     glorot: Literal["uniform", "normal"] = Field("uniform", description="linear, vgg: law of the initial weights")
     bn_momentum: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="of BN's running statistics")
     bn_epsilon: Positive = Field(1e-5, description="added to BN's variance")

@@ -137,7 +137,8 @@ class Manipulation:
         """Passed or failed, and by how much."""
         said = (
             f"noisy BN's drift a step, {self.drift:.3f} sd, minus the plain net's {self.excess.text('+.3f')}, minus "
-            f"its own floor of {self.floor:.3f} sd {self.above_floor.text('+.3f')}; both must be above 0"
+            f"its own floor of {self.floor:.3f} sd {self.above_floor.text('+.3f')}; both must be above 0 (minus both, "
+            f"which is stricter than the rule, {self.excess.estimate - self.floor:+.3f})"
         )
         if not self.excess.has_interval:
             return f"Manipulation undecided, no interval: {said}."
