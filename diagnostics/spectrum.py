@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-import scipy.linalg
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -291,20 +290,21 @@ class _Bidiagonal:
         """The k values of B at one end, descending, the residual of each by the recurrence, and the largest of all."""
         small = self.small[: self.steps, : self.steps]
         if which == "largest":  # these lose no digit by squaring, and are had at a quarter of the price
-            squares, left = scipy.linalg.eigh(small @ small.T, subset_by_index=(self.steps - k, self.steps - 1))
-            values, left = np.sqrt(np.maximum(squares[::-1], 0)), left[:, ::-1]
+            matrix = torch.from_numpy(small)
+            squares, every = (part.numpy() for part in torch.linalg.eigh(matrix @ matrix.T))
+            values, left = np.sqrt(np.maximum(squares[: -k - 1 : -1], 0)), every[:, : -k - 1 : -1]
             largest = float(values[0])
         else:
-            left, values, _ = np.linalg.svd(small)
+            left, values, _ = _svd(small)
             largest, left, values = float(values[0]), left[:, -k:], values[-k:]
         residuals = np.linalg.norm(left[-len(self.beyond) :].T @ self.beyond, axis=1)
         return values, np.minimum(residuals, values), largest  # as below: |J v| is the value
 
     def triplets(self, k: int, which: Which) -> tuple[Floats, Floats, float]:
         """Likewise, with residuals measured by two more products each."""
-        left, values, right = np.linalg.svd(self.small[: self.steps, : self.steps])
+        left, values, right = _svd(self.small[: self.steps, : self.steps])
         chosen = slice(0, k) if which == "largest" else slice(-k, None)
-        u, v = left.T[chosen] @ self.left[: self.steps], right[chosen] @ self.right[: self.steps]
+        u, v = _times(left.T[chosen], self.left[: self.steps]), _times(right[chosen], self.right[: self.steps])
         found: Floats = values[chosen].copy()
         images = self.forth(v)
         off = (
@@ -358,17 +358,29 @@ class _Bidiagonal:
         """``count`` random directions that are orthogonal to each other and to ``basis``."""
         vectors: Floats = torch.randn(count, basis.shape[1], generator=self.generator, dtype=torch.float64).numpy()
         for _ in range(2):
-            vectors = np.linalg.qr(_project(vectors, basis)[1].T)[0].T
+            vectors = torch.linalg.qr(torch.from_numpy(_project(vectors, basis)[1]).T)[0].T.contiguous().numpy()
         return vectors
+
+
+def _svd(matrix: Floats) -> tuple[Floats, Floats, Floats]:
+    left, values, right = (part.numpy() for part in torch.linalg.svd(torch.from_numpy(matrix)))
+    return left, values, right
+
+
+def _times(a: Floats, b: Floats) -> Floats:
+    product: Floats = (torch.from_numpy(np.ascontiguousarray(a)) @ torch.from_numpy(b)).numpy()
+    return product
 
 
 def _project(vectors: Floats, basis: Floats) -> tuple[Floats, Floats]:
     """The shares (b, m) of ``vectors`` (b, n) in ``basis`` (m, n), and what is left of them."""
-    inside: Floats = np.zeros((len(vectors), len(basis)))
+    # By torch, whose threads the products have just used: numpy's would wait for them to stop spinning.
+    left, rows = torch.from_numpy(vectors), torch.from_numpy(basis)
+    inside = torch.zeros(len(vectors), len(basis), dtype=torch.float64)
     for _ in range(2):  # twice is enough (Kahan, Parlett)
-        share = vectors @ basis.T
-        vectors, inside = vectors - share @ basis, inside + share
-    return inside, vectors
+        share = left @ rows.T
+        left, inside = left - share @ rows, inside + share
+    return inside.numpy(), left.numpy()
 
 
 @dataclass(frozen=True)
