@@ -127,13 +127,6 @@ class Surroundings:
         self._buffers = [(*place, place[0]._buffers[place[1]]) for place in self._entry.places]
         self._versions = [_version(buffer) for *_, buffer in self._buffers]
         self._attributes = [(module, dict(vars(module))) for module, _ in self._entry.training]
-        # What may be changed without becoming another object is given anew each time, whether it moved or not.
-        self._mutable = [
-            (module, name, value)
-            for module, held in self._entry.attributes
-            for name, value in held.items()
-            if isolated(value, {}) is not value
-        ]
         self._moved: tuple[list[int], list[int]] | None = None
         self._made: list[nn.Module] = []
         self._ran = False
@@ -162,9 +155,8 @@ class Surroundings:
             vars(module).update(kept)
         for module in self._made:
             self._entry.drop_new_buffers(module)
-        copies: dict[int, Any] = {}
-        for module, name, value in self._mutable:
-            vars(module)[name] = isolated(value, copies)
+        # What may be changed without becoming another object is given anew each time, whether it moved or not.
+        self._entry.renew_mutable()
         if self.random:
             self._entry.streams.restore()
 

@@ -144,12 +144,24 @@ class Before:
         }
         self._empty = {module: module._buffers.keys() - filled for module, filled in self._filled.items()}
         copies: dict[int, Any] = {}
-        self.attributes = [
-            (module, {name: isolated(value, copies) for name, value in own_attributes(module).items()})
-            for module in site.model.modules()
-        ]
+        self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+        self.mutable: list[tuple[nn.Module, str, Any]] = []  # those of them that may change and stay the same object
+        for module in site.model.modules():
+            held = own_attributes(module)
+            for name, value in held.items():
+                copied = isolated(value, copies)
+                if copied is not value:
+                    held[name] = copied
+                    self.mutable.append((module, name, copied))
+            self.attributes.append((module, held))
         self.training = [(module, module.training) for module in site.model.modules()]
         self.streams = RandomState(site.model, site.generators)
+
+    def renew_mutable(self) -> None:
+        """Give each attribute that may change in place a fresh copy of what it was."""
+        copies: dict[int, Any] = {}
+        for module, name, held in self.mutable:
+            vars(module)[name] = isolated(held, copies)
 
     def with_new_buffers(self) -> list[nn.Module]:
         """The modules that have buffers now which they had not."""
@@ -233,10 +245,9 @@ class StepView:
                         del vars(module)[name]
             for module in self._entry.with_new_buffers():
                 self._entry.drop_new_buffers(module)
-            copies: dict[int, Any] = {}
-            for module, held_by in self._entry.attributes:
-                for name, held in held_by.items():
-                    vars(module)[name] = isolated(held, copies)
+            for module, held in self._entry.attributes:
+                vars(module).update(held)
+            self._entry.renew_mutable()
             for module, training in self._entry.training:
                 if module.training != training:
                     module.training = training
