@@ -759,8 +759,10 @@ def _table(judged: Sequence[_Judged]) -> pd.DataFrame:
 
 
 def _title(study: Study, judged: Sequence[_Judged]) -> str:
-    said = " ".join(f"{one.words()}." for one in judged)
-    return f"Internal covariate shift with BN against without. {said} {warned(_searches(judged))}".strip()
+    said = [f"{one.words()}." for one in judged]
+    return "\n".join(
+        part for part in ("Internal covariate shift with BN against without.", *said, warned(_searches(judged))) if part
+    )
 
 
 def _searches(judged: Sequence[_Judged]) -> list[Floats]:
@@ -817,8 +819,8 @@ def _caption(study: Study, pairs: Sequence[_Pair]) -> str:
     every = study.setting("measures", "shift_every")
     means = "Lines are means over seeds, geometric but for the cosine. " if len(study.seeds) > 1 else ""
     predicted = (
-        "Dashed: the relative size that a locally quadratic loss predicts, eta (|Hg|/|g|) (i-1)/L, which knows nothing "
-        "of normalizers. "
+        "Dashed: the relative size that a locally quadratic loss predicts for layer i of L, eta (|Hg|/|g|) (i-1)/L "
+        "(eta is the learning rate, g the loss's whole gradient, H its Hessian), which knows nothing of normalizers. "
     )
     if not any(pair.predicts for pair in pairs):
         predicted = f"Nothing is predicted: {UNPREDICTED}. "

@@ -414,7 +414,8 @@ def _draw_readings(axes: Axes, one: _Judged) -> None:
         axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
     axes.xaxis.set_minor_formatter(NullFormatter())
     said = f"{one.before} \N{RIGHTWARDS ARROW} {one.after}"
-    axes.annotate(said, (0.98, 0.99), xycoords="axes fraction", ha="right", va="top", fontsize=8)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    axes.annotate(said, (0.98, 0.99), xycoords="axes fraction", ha="right", va="top", fontsize=8, bbox=box)
 
 
 # --- saying
@@ -451,11 +452,12 @@ def _exponents(judged: Sequence[_Judged]) -> list[tuple[str, ...]]:
 
 
 def _title(study: Study, judged: Sequence[_Judged], searches: Sequence[pd.DataFrame]) -> str:
-    said = "; ".join(f"{one.pair.title}: {one.before} -> {one.after}" for one in judged)
+    said = "\n".join(f"{one.pair.title}: {one.before} -> {one.after}" for one in judged)
     return (
-        f"Effective smoothness, with BN over without, before -> after the controls: {said}. Smoothness: largest on the"
+        f"Effective smoothness, with BN over without, before -> after the controls:\n{said}\nSmoothness: largest on the"
         " walk; virtual: largest |g' - g|/(c|g|) over steps of equal size c in the network's own unit. "
-        f"{medians_of(study)}; late: second half of training. {warned(searches)}"
+        f"{medians_of(study)}; late: second half of training; at 2: within a quarter of it, the edge of stability."
+        f" {warned(searches)}"
     ).strip()
 
 

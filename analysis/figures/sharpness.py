@@ -371,10 +371,10 @@ def _exponents(judged: Sequence[_Judged]) -> list[tuple[str, ...]]:
 
 
 def _title(study: Study, judged: Sequence[_Judged], searches: Sequence[pd.DataFrame]) -> str:
-    said = "; ".join(f"{one.pair.title}: {one.verdict}" for one in judged)
+    said = "\n".join(f"{one.pair.title}: {one.verdict}" for one in judged)
     return (
-        f"Sharpness with BN over without: {said}. {medians_of(study)}; late: second half of training; at line: within a"
-        f" quarter of it. {warned(searches)}"
+        f"Sharpness with BN over without:\n{said}\n{medians_of(study)}; late: second half of training; at line: within"
+        f" a quarter of it. {warned(searches)}"
     ).strip()
 
 

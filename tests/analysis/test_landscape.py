@@ -136,7 +136,7 @@ def reading(folder: Path, name: str) -> pd.Series:
 )
 def test_the_verdict_before_and_after_the_controls(tmp_path: Path, planted: dict[str, Any], said: str) -> None:
     drawn = draw(plant(tmp_path, **planted))
-    assert f"mlp, lr 0.1: {said}. Smoothness" in drawn.title
+    assert f"\nmlp, lr 0.1: {said}\nSmoothness" in drawn.title
     verdict = drawn.table[drawn.table["measure"] == "VERDICT"]
     assert verdict["outcome"].tolist() == [said]
 
@@ -161,11 +161,11 @@ def test_what_the_controls_can_tell_and_rest_on_is_said(tmp_path: Path, monkeypa
     captions: list[str] = []
     monkeypatch.setattr(landscape, "_controls_figure", lambda judged, controls, caption: captions.append(caption))
     title = draw(plant(tmp_path / "good")).title
-    assert title.endswith("late: second half of training.")
+    assert title.endswith("within a quarter of it, the edge of stability.")
     for words in ("by construction", "negative curvature", "did not come below the tolerance: 0 of 24."):
         assert words in captions[-1]
     drawn = draw(plant(tmp_path / "bad", converged=0.0, ends={("mlp-0.1-none", 1): 10}))
-    assert drawn.title.endswith("late: second half of training. " + "Eigenvalues whose residual did not come below the "
+    assert drawn.title.endswith("the edge of stability. " + "Eigenvalues whose residual did not come below the "
                                 "tolerance: 22 of 22.")  # fmt: skip
     assert "tolerance" not in drawn.caption  # there no eigenvalue is
 

@@ -107,7 +107,7 @@ ONCE = (0.1, 1.0, 1.4, 1.9)  # at 2 in half of it
 def test_the_verdict_by_the_studys_rule(tmp_path: Path, planted: dict[str, Any], said: str) -> None:
     drawn = draw(plant(tmp_path, **planted))
     assert drawn.table[drawn.table["measure"] == "VERDICT"]["outcome"].tolist() == [said]
-    assert f"lr 0.1: {said}." in drawn.title
+    assert f"lr 0.1: {said}\n" in drawn.title
     assert f"lr 0.1: {said}." in drawn.caption
 
 
