@@ -82,15 +82,18 @@ class _Watch:
         self._outermost = 0
         self.began: int | None = None  # the operation before which the model was first called
         self.ended = 0
-        self.entered: dict[int, int] = {}  # id of a module -> the number of the operation before its first call
+        self.entered: dict[int, float] = {}  # id of a module -> the number of the operation before its first call
+        self.uses: dict[
+            int, float
+        ] = {}  # index of a parameter that the loss depends on -> number of its first operation
         self.delegating: set[int] = set()  # ids of modules that called others
         self.atoms: list[nn.Module] = []
         self.chained = True
 
     def __enter__(self) -> _Watch:
-        for module in self._modules.values():
+        for module in {id(module): module for module in self._modules.values()}.values():  # once, whatever its names
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._leave))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -125,10 +128,22 @@ class _Watch:
             self.chained &= output is self._last
             self.ended = _operations()
 
+    def join(self, other: _Watch) -> None:
+        """Know what another forward showed too; what is new there stands before what followed it there."""
+        self.chained &= other.chained and list(map(id, other.atoms)) == list(map(id, self.atoms))
+        self.delegating |= other.delegating
+        theirs = [(number, 0, key) for key, number in other.entered.items()]
+        theirs += [(number, 1, key) for key, number in other.uses.items()]
+        place = float(self.ended)
+        for _, kind, key in sorted(theirs, reverse=True):
+            mine = self.uses if kind else self.entered
+            place = mine.get(key, place - 2.0**-20)
+            mine[key] = place
+
 
 def _operations() -> int:
     """The number of the next operation that a graph will hold."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         made = torch.zeros((), requires_grad=True).clone()
     assert made.grad_fn is not None
     return made.grad_fn._sequence_nr()
@@ -174,11 +189,11 @@ def find(at: Gradients, layers: Sequence[str] | None = None, group: Grouping = "
     """
     model = at.view.model
     at.put(at.theta)
-    with _Watch(model) as watch:
-        loss = at.loss(at.parts[0][1])
-    uses = _first_uses(loss, at.parameters, watch)
-    reached = torch.autograd.grad(loss, at.parameters, allow_unused=True)
-    used = {id(p): index for index, (p, g) in enumerate(zip(at.parameters, reached, strict=True)) if g is not None}
+    watch = _watched(at, at.parts[0][1])
+    for _, batch in at.parts[1:]:  # a part of the batch may reach what another does not
+        watch.join(_watched(at, batch))
+    uses = watch.uses
+    used = {id(at.parameters[index]): index for index in sorted(uses)}
     owners = _owners(model, watch, used, uses)
     found = _merged(owners, group) if layers is None else _named(model, layers, owners, used, uses, group)
     placed = {index for layer in found for index in layer.indices}
@@ -190,6 +205,16 @@ def find(at: Gradients, layers: Sequence[str] | None = None, group: Grouping = "
         )
     path = Path(found, _chain(model, watch, found, at))
     return path if path.chain is None or _holds(at, path) else Path(found, None)
+
+
+def _watched(at: Gradients, batch: Any) -> _Watch:
+    """One forward, and what it uses."""
+    with _Watch(at.view.model) as watch:
+        loss = at.loss(batch)
+    first = _first_uses(loss, at.parameters, watch)
+    reached = torch.autograd.grad(loss, at.parameters, allow_unused=True)
+    watch.uses = {index: first.get(index, watch.ended) for index, g in enumerate(reached) if g is not None}
+    return watch
 
 
 @dataclass
@@ -204,7 +229,7 @@ class _Owner:
         return self.module is not None and (is_normalizer(self.module) or isinstance(self.module, _NORMS))
 
 
-def _owners(model: nn.Module, watch: _Watch, used: Mapping[int, int], uses: Mapping[int, int]) -> list[_Owner]:
+def _owners(model: nn.Module, watch: _Watch, used: Mapping[int, int], uses: Mapping[int, float]) -> list[_Owner]:
     """The layers, one for each module or parameter, in order of execution.
 
     A tied parameter belongs to the first of its modules to be called. The parameters of a module that is never called
@@ -265,7 +290,7 @@ def _named(
     patterns: Sequence[str],
     owners: Sequence[_Owner],
     used: Mapping[int, int],
-    uses: Mapping[int, int],
+    uses: Mapping[int, float],
     group: Grouping,
 ) -> tuple[Layer, ...]:
     places = {index: (owner.place, uses.get(index, math.inf)) for owner in owners for index in owner.indices}
@@ -336,7 +361,7 @@ def _holds(at: Gradients, path: Path) -> bool:
         for before in (at.theta, moved):
             short = list(from_each_layer(at, path, batch, before, at.theta, at.theta))
             at.put(at.theta)
-            for layer, found in zip(path.layers, short, strict=True):
+            for layer, (_, found) in zip(path.layers, short, strict=True):
                 wanted = differentiate(at.loss(batch), [at.parameters[index] for index in layer.indices])
                 if not all(map(torch.equal, wanted, found)):
                     return False
@@ -359,12 +384,12 @@ def from_each_layer(
     behind: Sequence[Tensor],
     *,
     skip: int | None = None,
-) -> Iterator[Blocks]:
-    """The gradient by each layer's parameters, with the layers before it, itself and those behind at these numbers.
+) -> Iterator[tuple[Tensor | None, Blocks]]:
+    """Loss and gradient by each layer's parameters; the layers before it, itself and those behind at these numbers.
 
     One forward of what is before a layer is carried along from layer to layer. Each gradient runs only from its layer
-    on, and the backward ends there; for the layer ``skip`` an empty tuple is given instead. Memory: one layer's input,
-    and the graph of one forward.
+    on, and the backward ends there; for the layer ``skip`` None and an empty tuple are given instead. Memory: one
+    layer's input, and the graph of one forward.
     """
     if path.chain is None:
         raise ValueError("the network is no chain of its layers")
@@ -373,11 +398,11 @@ def from_each_layer(
     for place, layer in enumerate(path.layers):
         at.put(own, layer.indices)
         if place == skip:
-            yield ()
+            yield None, ()
         else:
             rest = [atom for segment in path.chain[place:] for atom in segment]
             loss = at.loss(batch, _from(x, rest, streams))
-            yield differentiate(loss, [at.parameters[index] for index in layer.indices])
+            yield loss.detach(), differentiate(loss, [at.parameters[index] for index in layer.indices])
             del loss
         if place + 1 == len(path.layers):
             return

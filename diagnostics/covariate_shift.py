@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -154,22 +154,44 @@ def _changed_on(at: Gradients, path: Path, batch: Any, after: Blocks, which: Whi
     if which == "all":
         at.put(_placed(theta, after, layers, 0, "all"))
         whole = at.gradient_on(batch)[1]
-        for indices in layers:
-            yield tuple(whole[index] for index in indices)
-    elif path.chain is not None:
-        numbers = {
-            "preceding": (after, theta, theta),
-            "following": (theta, theta, after),
-            "own": (theta, after, theta),
-        }[which]
-        yield from from_each_layer(at, path, batch, *numbers, skip=_still(which, len(layers)))
-    else:
-        for place, indices in enumerate(layers):
-            if place == _still(which, len(layers)):
-                yield ()
-                continue
-            at.put(_placed(theta, after, layers, place, which))
-            yield at.gradient_on(batch, indices)[1]
+        return [tuple(whole[index] for index in indices) for indices in layers]
+    # One forward can tell of most layers moved, and of each layer by itself only as many as there are.
+    found = None if path.chain is None or which == "own" else _along_chain(at, path, batch, after, which)
+    if found is not None:
+        return found
+    return _one_by_one(at, layers, batch, after, which)
+
+
+def _one_by_one(
+    at: Gradients, layers: Sequence[Sequence[int]], batch: Any, after: Blocks, which: Which
+) -> Iterator[Blocks]:
+    for place, indices in enumerate(layers):
+        if place == _still(which, len(layers)):
+            yield ()
+            continue
+        at.put(_placed(at.theta, after, layers, place, which))
+        yield at.gradient_on(batch, indices)[1]
+
+
+def _along_chain(at: Gradients, path: Path, batch: Any, after: Blocks, which: Which) -> list[Blocks] | None:
+    """G' of every layer by the chain; None where the network takes another way by now, or at these numbers.
+
+    That is told by one more forward, of the whole network where most layers are elsewhere.
+    """
+    theta = at.theta
+    numbers = (after, theta, theta) if which == "preceding" else (theta, theta, after)
+    try:
+        found = list(from_each_layer(at, path, batch, *numbers, skip=_still(which, len(path.layers))))
+    except Exception:  # the user's own code, run in parts, may fail in any way where the whole does not
+        return None
+    place = len(found) - 1 if which == "preceding" else 0
+    loss = found[place][0]
+    if loss is not None:
+        at.put(_placed(theta, after, [layer.indices for layer in path.layers], place, which))
+        whole = at.loss(batch).detach()
+        if not torch.equal(whole, loss) and not (whole.isnan() and loss.isnan()):
+            return None
+    return [blocks for _, blocks in found]
 
 
 def _still(which: Which, layers: int) -> int | None:
@@ -376,9 +398,9 @@ class CovariateShift(_OfLayers):
         if rate is None:
             return None
         apart = distance(moved(at.theta, gradient, -rate), after)
-        eps = max(torch.finfo(block.dtype).eps for block in at.theta)
         # A sum with a small step is off by half of the last place; what is not finite is off by no number.
-        if apart > 0.01 * rate * whole["total_gradient_norm"] + 2 * eps * norm(at.theta):
+        last = math.hypot(*(torch.finfo(block.dtype).eps * norm([block]) for block in at.theta))
+        if apart > 0.01 * rate * whole["total_gradient_norm"] + 2 * last:
             if not self._other_steps:
                 warnings.warn(
                     f"{self.name} leaves predicted out where the step was not the learning rate times the gradient:"

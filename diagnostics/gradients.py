@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -127,6 +128,7 @@ class Surroundings:
         self._buffers = [(*place, place[0]._buffers[place[1]]) for place in self._entry.places]
         self._versions = [_version(buffer) for *_, buffer in self._buffers]
         self._attributes = [(module, dict(vars(module))) for module, _ in self._entry.training]
+        self._kept = dict(self._attributes)
         self._moved: tuple[list[int], list[int]] | None = None
         self._made: list[nn.Module] = []
         self._ran = False
@@ -157,6 +159,8 @@ class Surroundings:
             self._entry.drop_new_buffers(module)
         # What may be changed without becoming another object is given anew each time, whether it moved or not.
         self._entry.renew_mutable()
+        for module, name, _ in self._entry.mutable:
+            self._kept[module][name] = vars(module)[name]
         if self.random:
             self._entry.streams.restore()
 
@@ -172,6 +176,12 @@ class Surroundings:
         late = [index for index in self._moved_buffers() if index not in known]
         if late:
             raise ValueError(f"buffer {self._buffers[late[0]][1]!r} is moved by some forwards and not by others")
+        attributes = set(self._moved_attributes()) - set(self._moved[1])
+        made = [module for module in self._entry.with_new_buffers() if module not in self._made]
+        modules = [self._attributes[index][0] for index in sorted(attributes)] + made
+        if modules:
+            name = type(modules[0]).__name__
+            raise ValueError(f"an attribute or buffer of a {name} is changed by some forwards and not by others")
         if not self.random and self._entry.streams.moved():
             raise ValueError("the forward draws random numbers at some parameters and not at others")
 
@@ -183,14 +193,12 @@ class Surroundings:
         ]
 
     def _moved_attributes(self) -> list[int]:
-        return [index for index, (module, kept) in enumerate(self._attributes) if not _equal(vars(module), kept)]
+        return [index for index, (module, kept) in enumerate(self._attributes) if not _same(vars(module), kept)]
 
 
-def _equal(found: dict[str, Any], kept: dict[str, Any]) -> bool:
-    try:
-        return found == kept  # by identity first, at the speed of C: there are some fifteen attributes a module
-    except Exception:  # another tensor or array than before, which does not say whether it is equal
-        return False
+def _same(found: dict[str, Any], kept: dict[str, Any]) -> bool:
+    """Whether the very objects are there: what is equal here may be another elsewhere, and must be put back."""
+    return len(found) == len(kept) and all(map(operator.is_, found.values(), kept.values()))
 
 
 def _is_tuple_of_tensors(batch: Any) -> bool:

@@ -97,26 +97,31 @@ def largest_eigenvalues(
     if k > len(start):
         raise ValueError(f"there are {len(start)} eigenvalues, got k={k}")
     generator = torch.Generator().manual_seed(seed)
-
-    def search(a: Matvec, begin: Tensor, count: int, products: int) -> Eigenvalues:
-        return _search(a, begin, count, products, tolerance=tolerance, basis=basis, least=least, generator=generator)
-
-    found = search(matvec, start, k, iterations)
-    if k == 1 or k == len(start):
+    if k > 1 and len(start) <= basis:
+        least = len(start)  # the whole space, and with it every copy of every eigenvalue
+    found = _search(matvec, start, k, iterations, tolerance=tolerance, basis=basis, least=least, generator=generator)
+    if k == 1 or len(start) <= basis:
         return found
     # A Krylov space holds one vector of each eigenvalue, however many it has: look again outside what was found, from
     # elsewhere, until nothing larger than the last is there.
-    while found.converged:
+    while found.converged and k < len(start):
         if found.iterations >= iterations:
             return replace(found, converged=False)
         outside = _Outside(matvec, found.vectors)
         begin = outside.project(torch.randn(len(start), generator=generator, dtype=torch.float64).to(start))
-        other = search(outside, begin, 1, iterations - found.iterations)
+        last = float(found.values[-1])
+        bar = last + tolerance * abs(last)
+        other = _search(
+            outside, begin, 1, iterations - found.iterations, tolerance=tolerance, basis=basis, least=least,
+            generator=generator, outside=outside, enough=bar,
+        )  # fmt: skip
         products = found.iterations + other.iterations
-        if not other.converged:
-            return replace(found, converged=False, iterations=products)
-        if float(other.values[0]) <= float(found.values[-1]) + tolerance * abs(float(found.values[-1])):
+        value, residual = float(other.values[0]), float(other.residuals[0])
+        if value + residual <= bar:
             return replace(found, iterations=products)
+        overlap = float((found.vectors @ other.vectors[0]).abs().max())
+        if not other.converged or not overlap < 1e-3:
+            return replace(found, converged=False, iterations=products)
         values, order = torch.cat((found.values[:-1], other.values)).sort(descending=True)
         residuals = torch.cat((found.residuals[:-1], other.residuals))[order]
         vectors = torch.cat((found.vectors[:-1], other.vectors))[order]
@@ -129,11 +134,11 @@ class _Outside:
 
     def __init__(self, matvec: Matvec, vectors: Tensor) -> None:
         self._matvec = matvec
-        self._vectors = vectors
+        self.vectors = vectors
 
     def project(self, vector: Tensor) -> Tensor:
         for _ in range(2):
-            vector = vector - self._vectors.T @ (self._vectors @ vector)
+            vector = vector - self.vectors.T @ (self.vectors @ vector)
         return vector
 
     def __call__(self, vector: Tensor) -> Tensor:
@@ -150,16 +155,21 @@ def _search(
     basis: int,
     least: int,
     generator: torch.Generator,
+    outside: _Outside | None = None,
+    enough: float = -math.inf,
 ) -> Eigenvalues:
-    """One search from ``start``: of an eigenvalue that several vectors have, it finds one."""
-    lanczos = _Lanczos(matvec, start, min(basis, len(start)), generator)
+    """One search from ``start``: of an eigenvalue that several vectors have, it finds one.
+
+    It stays in the space of ``outside``, and ends early where it is sure of an upper end of at most ``enough``.
+    """
+    lanczos = _Lanczos(matvec, start, basis, generator, outside)
     least = max(least, k)
     while lanczos.products < iterations and lanczos.step():
         if lanczos.complete:
             break
         if lanczos.products >= least and lanczos.size >= k:
             values, residuals = lanczos.estimate(k)
-            if bool((residuals <= tolerance * values.abs()).all()):
+            if bool((residuals <= tolerance * values.abs()).all()) or float(values[0] + residuals[0]) <= enough:
                 break
         if lanczos.full:
             lanczos.restart(k)
@@ -169,9 +179,14 @@ def _search(
 class _Lanczos:
     """An orthonormal basis, row after row, and the matrix as it looks from inside it."""
 
-    def __init__(self, matvec: Matvec, start: Tensor, most: int, generator: torch.Generator) -> None:
+    def __init__(
+        self, matvec: Matvec, start: Tensor, basis: int, generator: torch.Generator, outside: _Outside | None = None
+    ) -> None:
         self._matvec = matvec
         self._generator = generator
+        self._outside = outside
+        self._dimension = len(start) - (0 if outside is None else len(outside.vectors))
+        most = min(basis, self._dimension)
         self._most = most
         self._rows = start.new_empty(most, len(start))
         self._inside = torch.zeros(most, most, dtype=torch.float64)
@@ -189,7 +204,7 @@ class _Lanczos:
     @property
     def complete(self) -> bool:
         """Whether the basis spans the whole space, so that nothing is left outside."""
-        return self.size == self._rows.shape[1]
+        return self.size == self._dimension
 
     def step(self) -> bool:
         """One more vector and the product with it; False where the product is not finite."""
@@ -231,6 +246,8 @@ class _Lanczos:
         vector = torch.randn(self._rows.shape[1], generator=self._generator, dtype=torch.float64)
         vector = vector.to(self._rows)
         for _ in range(2):
+            if self._outside is not None:
+                vector = self._outside.project(vector)
             self._project(vector, 0, self.size)
         vector /= torch.linalg.vector_norm(vector)
         return vector

@@ -1010,3 +1010,186 @@ def test_a_loss_that_reads_what_the_forward_left_is_followed(leave, outside, tmp
     for which in WHICH:
         wanted = twin.shift(before, loss, labelled(), after, grouped(before, layers), which)
         assert_is_the_twins(found, wanted, layers, which)
+
+
+def steps_of(tmp_path, model, loss, batches, probe, *, rate=0.5):
+    """(layer, statistic, unit) -> value, the model before and theta after, of each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    seen = []
+    with Recorder(model, tmp_path / "run", [probe], loss=loss, optimizer=optimizer) as recorder:
+        for batch in batches:
+            before = copy.deepcopy(model)
+            with recorder.step(batch):
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+            seen.append((before, {name: p.detach().clone() for name, p in model.named_parameters()}))
+    table = read_run(tmp_path / "run")
+    for step, (before, after) in enumerate(seen):
+        rows = table[table.step == step].itertuples()
+        yield {(row.layer, row.statistic, row.unit): row.value for row in rows}, before, after
+
+
+class Way(nn.Sequential):
+    """A chain that takes another way after two calls, with the same parameters."""
+
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 3))
+        self.double()
+        self.shortcut = False
+
+    def forward(self, x):
+        h = self[1](self[0](x))
+        y = self[2](h)
+        return self[3](y + h if self.shortcut else y)
+
+
+class Clipped(nn.Sequential):
+    """Shrinks what is long, between two layers: where the step leads it is, where it began it is not."""
+
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+        self.double()
+
+    def forward(self, x):
+        h = self[0](x)
+        length = h.detach().norm()
+        if length > 12:
+            h = h * (12 / length)
+        return self[2](self[1](h))
+
+
+def test_a_network_that_takes_another_way_by_now_is_followed_there(tmp_path):
+    model = Way()
+    layers = {"0": ["0."], "2": ["2."], "3": ["3."]}
+
+    def batches():
+        yield labelled()
+        model.shortcut = True
+        yield labelled()
+
+    found = list(steps_of(tmp_path, model, cross_entropy, batches(), CovariateShift(WHICH)))
+    assert [before.shortcut for _, before, _ in found] == [False, True]
+    for values, before, after in found:
+        for which in WHICH:
+            wanted = twin.shift(before, cross_entropy, labelled(), after, grouped(before, layers), which)
+            assert_is_the_twins(values, wanted, layers, which)
+
+
+def test_a_branch_that_acts_only_where_the_step_leads_is_followed(tmp_path):
+    layers = {"0": ["0."], "1": ["1."], "2": ["2."]}
+    found = list(steps_of(tmp_path, Clipped(), cross_entropy, [labelled()], CovariateShift(WHICH), rate=30.0))
+    for values, before, after in found:
+        moved = copy.deepcopy(before)
+        moved.load_state_dict(after, strict=False)
+        lengths = [float(net[0](labelled()[0]).detach().norm()) for net in (before, moved)]
+        assert lengths[0] < 12 < lengths[1]
+        for which in WHICH:
+            wanted = twin.shift(before, cross_entropy, labelled(), after, grouped(before, layers), which)
+            assert_is_the_twins(values, wanted, layers, which)
+
+
+class Pooled(nn.Module):
+    """Halves its input until it is short enough, so that the way depends on the batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.pool, self.first, self.last = nn.AvgPool1d(2), nn.Linear(4, 5), nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x):
+        while x.shape[-1] > 4:
+            x = self.pool(x)
+        return self.last(self.first(x))
+
+
+def test_a_way_that_depends_on_the_batch_is_followed(tmp_path):
+    layers = {"first": ["first."], "last": ["last."]}
+    batches = [labelled(shape=(8,)), labelled(shape=(16,))]
+    for (values, before, after), batch in zip(
+        steps_of(tmp_path, Pooled(), cross_entropy, batches, CovariateShift(WHICH)), batches, strict=True
+    ):
+        for which in WHICH:
+            wanted = twin.shift(before, cross_entropy, batch, after, grouped(before, layers), which)
+            assert_is_the_twins(values, wanted, layers, which)
+
+
+class Routed(nn.Module):
+    """Each example goes to one of two experts; a chunk may hold examples of one alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.out = nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x):
+        chosen = (x[:, 0] > 0).long()
+        h = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            mine = chosen == index
+            if mine.any():
+                h = h.index_put((mine.nonzero()[:, 0],), expert(x[mine]))
+        return self.out(torch.tanh(h))
+
+
+@pytest.mark.parametrize("named", [None, ["experts.0", "experts.1", "out"]])
+def test_every_chunk_is_asked_which_layers_it_reaches(named, tmp_path):
+    x, y = labelled(12)
+    x = x[x[:, 0].argsort()]
+    batch = x, y
+    probe = CovariateShift(layers=named, chunks=Chunks(4))
+    layers = {"experts.0": ["experts.0."], "experts.1": ["experts.1."], "out": ["out."]}
+    (values, before, after), = steps_of(tmp_path, Routed(), cross_entropy, [batch], probe)  # fmt: skip
+    assert layers_of(values) == list(layers)
+    wanted = twin.shift(before, cross_entropy, batch, after, grouped(before, layers))
+    assert_is_the_twins(values, wanted, layers, "preceding")
+
+
+def test_a_module_with_two_names_is_one_layer(tmp_path):
+    torch.manual_seed(1)
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(4, 3)).double()
+    probe = CovariateShift(WHICH)
+    (values, before, after), = steps_of(tmp_path, model, cross_entropy, [labelled()], probe)  # fmt: skip
+    layers = {"0": ["0."], "4": ["4."]}
+    assert layers_of(values) == list(layers)
+    for which in WHICH:
+        wanted = twin.shift(before, cross_entropy, labelled(), after, grouped(before, layers), which)
+        assert_is_the_twins(values, wanted, layers, which)
+
+
+class Teacher(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.teacher, self.student = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x):
+        with torch.inference_mode():
+            hint = self.teacher(x)
+        return self.student(x + hint.clone())
+
+
+def test_a_part_that_only_infers_is_no_layer(tmp_path):
+    (values, _, _), = steps_of(tmp_path, Teacher(), cross_entropy, [labelled()], CovariateShift())  # fmt: skip
+    assert layers_of(values) == ["student"]
+
+
+def test_the_place_a_step_is_rounded_at_is_each_blocks_own(tmp_path):
+    class Mixed(nn.Sequential):
+        def forward(self, x):
+            return self[1](torch.tanh(self[0](x)).bfloat16()).float()
+
+    torch.manual_seed(1)
+    model = Mixed(nn.Linear(4, 64), nn.Linear(64, 3).bfloat16())
+    x, y = labelled()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with pytest.warns(UserWarning, match="leaves predicted out where the step was not"):
+        found, *_ = record(tmp_path, CovariateShift(predict=True), model, (x.float(), y), optimizer=optimizer, steps=2)
+    assert not any(statistic == "predicted" for _, statistic, _ in found)

@@ -396,3 +396,45 @@ def test_a_loss_of_other_parameters_is_refused():
         with Gradients.of_model(plain(), lambda model, batch: cross_entropy(other, batch), data()) as at:
             with pytest.raises(ValueError, match="depends on no parameter of the model"):
                 which(at)
+
+
+class Keeping(nn.Module):
+    """Holds a list that no forward touches, and remembers what it saw in the way it is told."""
+
+    def __init__(self, remember):
+        super().__init__()
+        torch.manual_seed(0)
+        self.sizes = [4, 3]
+        self.linear = nn.Linear(*self.sizes).double()
+        self.high, self.remember = 0.0, remember
+
+    def forward(self, x):
+        x = self.linear(x)
+        self.remember(self, float(x.detach().abs().max()))
+        return x / (1 + self.high)
+
+
+def highest(module, value):
+    module.high = max(module.high, value)
+
+
+def only_beyond(module, value):
+    if value > 10:
+        module.register_buffer("seen", torch.ones(1))
+        module.high = 1.0
+
+
+def test_what_a_forward_remembers_is_gone_in_the_next_evaluation():
+    model = Keeping(highest)
+    with Gradients.of_model(model, cross_entropy, data()) as at:
+        first = at()[0]
+        at(tuple(10 * block for block in at.theta))
+        assert at()[0] == first
+
+
+def test_what_only_some_forwards_remember_is_refused():
+    with pytest.raises(ValueError, match="of a Keeping is changed by some forwards and not by others"):
+        with Gradients.of_model(Keeping(only_beyond), cross_entropy, data()) as at:
+            at()
+            at(tuple(100 * block for block in at.theta))
+            at()

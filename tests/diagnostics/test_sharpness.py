@@ -370,3 +370,24 @@ def test_where_products_run_out_before_that_is_sure_it_is_said():
     assert full.converged and full.values.tolist() == pytest.approx([5, 5])
     short = largest_eigenvalues(lambda v: matrix @ v, start_of(43), 2, tolerance=1e-6, iterations=full.iterations // 2)
     assert not short.converged
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("n", [3, 4, 33, 36, 60])
+@pytest.mark.parametrize("k", [2, 3])
+def test_indefinite_spectra_of_few_dimensions_are_found(n, k, dtype):
+    for seed in range(6):
+        spectrum = np.random.default_rng((seed, n)).normal(size=n).tolist()
+        matrix, _ = planted(spectrum, seed, dtype)
+        found = largest_eigenvalues(
+            lambda v, a=matrix: a @ v, start_of(n, dtype=dtype), k, tolerance=1e-3, iterations=400
+        )
+        assert found.converged
+        assert found.values.tolist() == pytest.approx(sorted(spectrum, reverse=True)[:k], abs=2e-3)
+
+
+def test_a_rest_that_is_not_positive_is_no_reason_to_search_on():
+    matrix, _ = planted([5.0, 4.0, *(-np.abs(np.random.default_rng(0).normal(size=300))).tolist()])
+    found = largest_eigenvalues(lambda v: matrix @ v, start_of(302), 2)
+    assert found.converged and found.values.tolist() == pytest.approx([5, 4], rel=1e-3)
+    assert found.iterations <= 60
