@@ -83,9 +83,7 @@ class _Watch:
         self.began: int | None = None  # the operation before which the model was first called
         self.ended = 0
         self.entered: dict[int, float] = {}  # id of a module -> the number of the operation before its first call
-        self.uses: dict[
-            int, float
-        ] = {}  # index of a parameter that the loss depends on -> number of its first operation
+        self.uses: dict[int, float] = {}  # index of a parameter that the loss depends on -> its first operation
         self.delegating: set[int] = set()  # ids of modules that called others
         self.atoms: list[nn.Module] = []
         self.chained = True

@@ -104,7 +104,7 @@ def largest_eigenvalues(
         return found
     # A Krylov space holds one vector of each eigenvalue, however many it has: look again outside what was found, from
     # elsewhere, until nothing larger than the last is there.
-    while found.converged and k < len(start):
+    while found.converged:
         if found.iterations >= iterations:
             return replace(found, converged=False)
         outside = _Outside(matvec, found.vectors)
@@ -232,6 +232,9 @@ class _Lanczos:
         if exhausted:
             self._beta = 0.0
         self._next = None if exhausted else product / self._beta
+        if self._next is not None and self._outside is not None:  # what rounding left of what was found has grown
+            self._next = self._outside.project(self._next)
+            self._next /= torch.linalg.vector_norm(self._next)
         return True
 
     def _project(self, vector: Tensor, first: int, last: int) -> Tensor:

@@ -104,6 +104,24 @@ def record(tmp_path, probe, model, batch, loss=cross_entropy, *, optimizer=None,
     return found, before, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def steps_of(tmp_path, model, loss, batches, probe, *, rate=0.5):
+    """(layer, statistic, unit) -> value, the model before and theta after, of each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    seen = []
+    with Recorder(model, tmp_path / "run", [probe], loss=loss, optimizer=optimizer) as recorder:
+        for batch in batches:
+            before = copy.deepcopy(model)
+            with recorder.step(batch):
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+            seen.append((before, {name: p.detach().clone() for name, p in model.named_parameters()}))
+    table = read_run(tmp_path / "run")
+    for step, (before, after) in enumerate(seen):
+        rows = table[table.step == step].itertuples()
+        yield {(row.layer, row.statistic, row.unit): row.value for row in rows}, before, after
+
+
 def layers_of(found):
     return list(dict.fromkeys(layer for layer, _, _ in found if layer != "-"))
 
@@ -933,24 +951,15 @@ class Chosen(nn.Module):
 
 
 def test_layers_are_found_anew_when_the_batch_takes_another_way(tmp_path):
-    model, (x, y) = Chosen(), labelled()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with Recorder(model, tmp_path / "run", [CovariateShift()], loss=cross_entropy, optimizer=optimizer) as recorder:
-        for sign in (-1, 1):
-            x[0, 0] = sign
-            before = copy.deepcopy(model)
-            with recorder.step((x, y)):
-                optimizer.zero_grad()
-                cross_entropy(model, (x, y)).backward()
-                optimizer.step()
-    table = read_run(tmp_path / "run")
-    for step, expert in enumerate(("experts.0", "experts.1")):
-        found = {(row.layer, row.statistic, row.unit): row.value for row in table[table.step == step].itertuples()}
-        assert layers_of(found) == [expert, "out"]
-    layers = {"experts.1": ["experts.1."], "out": ["out."]}
-    after = {name: p.detach().clone() for name, p in model.named_parameters()}
-    wanted = twin.shift(before, cross_entropy, (x, y), after, grouped(before, layers))
-    assert_is_the_twins(found, wanted, layers, "preceding")
+    x, y = labelled()
+    batches = [(torch.cat((torch.full((1, 4), sign), x[1:])), y) for sign in (-1.0, 1.0)]
+    found = steps_of(tmp_path, Chosen(), cross_entropy, batches, CovariateShift(WHICH))
+    for batch, expert, (values, before, after) in zip(batches, ("experts.0", "experts.1"), found, strict=True):
+        layers = {expert: [f"{expert}."], "out": ["out."]}
+        assert layers_of(values) == list(layers)
+        for which in WHICH:
+            wanted = twin.shift(before, cross_entropy, batch, after, grouped(before, layers), which)
+            assert_is_the_twins(values, wanted, layers, which)
 
 
 class Leaving(nn.Sequential):
@@ -1010,24 +1019,6 @@ def test_a_loss_that_reads_what_the_forward_left_is_followed(leave, outside, tmp
     for which in WHICH:
         wanted = twin.shift(before, loss, labelled(), after, grouped(before, layers), which)
         assert_is_the_twins(found, wanted, layers, which)
-
-
-def steps_of(tmp_path, model, loss, batches, probe, *, rate=0.5):
-    """(layer, statistic, unit) -> value, the model before and theta after, of each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    seen = []
-    with Recorder(model, tmp_path / "run", [probe], loss=loss, optimizer=optimizer) as recorder:
-        for batch in batches:
-            before = copy.deepcopy(model)
-            with recorder.step(batch):
-                optimizer.zero_grad()
-                loss(model, batch).backward()
-                optimizer.step()
-            seen.append((before, {name: p.detach().clone() for name, p in model.named_parameters()}))
-    table = read_run(tmp_path / "run")
-    for step, (before, after) in enumerate(seen):
-        rows = table[table.step == step].itertuples()
-        yield {(row.layer, row.statistic, row.unit): row.value for row in rows}, before, after
 
 
 class Way(nn.Sequential):

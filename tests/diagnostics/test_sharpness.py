@@ -391,3 +391,20 @@ def test_a_rest_that_is_not_positive_is_no_reason_to_search_on():
     found = largest_eigenvalues(lambda v: matrix @ v, start_of(302), 2)
     assert found.converged and found.values.tolist() == pytest.approx([5, 4], rel=1e-3)
     assert found.iterations <= 60
+
+
+def test_a_rest_of_one_value_is_searched_outside_what_was_found():
+    matrix, _ = planted([-1.0, -2.0, *[-3.0] * 58])
+    found = largest_eigenvalues(lambda v: matrix @ v, start_of(60), 2, tolerance=1e-3)
+    assert found.converged and found.values.tolist() == pytest.approx([-1, -2], rel=1e-6)
+
+
+@pytest.mark.parametrize("n", [6, 7, 8, 9, 12])
+def test_a_rest_of_fewer_dimensions_than_the_basis_is_searched_whole(n):
+    for seed in range(20):
+        spectrum = (-1 - np.random.default_rng((seed, n)).random(n)).tolist()
+        matrix, _ = planted(spectrum, seed)
+        found = largest_eigenvalues(lambda v, a=matrix: a @ v, start_of(n), 3, tolerance=1e-7, basis=5, iterations=2000)
+        # Two values that lie close may not be told apart by five vectors; then it is their residual that says so.
+        assert found.converged == bool((found.residuals <= 1e-7 * found.values.abs()).all())
+        assert found.values.tolist() == pytest.approx(sorted(spectrum, reverse=True)[:3], rel=1e-6)
